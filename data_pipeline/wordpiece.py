@@ -1,0 +1,264 @@
+"""WordPiece: encoded with `tokie`, stored and exported in the form of `tokenizers`.
+
+Ids equal those of `tokenizers` with `BertNormalizer` and `BertPreTokenizer` (and so of `transformers`' BertTokenizer)
+on ordinary text. One thing differs on purpose: a marker such as `[MASK]` written in a corpus is ordinary text here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import tokie
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as HFTokenizer
+
+from data_pipeline.artefacts import write_text
+from data_pipeline.tokenizer_folder import (
+    SPECIAL_TOKENS,
+    Normalisation,
+    SpecialIds,
+    TokenizerError,
+    fingerprint,
+    write_descriptor,
+)
+
+PREFIX = "##"
+MAX_WORD_CHARACTERS = 100
+"""Longer words become one unknown token, counted in Unicode characters after normalisation (as in BERT)."""
+
+# The ideograph ranges of BERT's `_is_chinese_char`
+# (https://github.com/google-research/bert/blob/master/tokenization.py).
+CJK = re.compile(
+    "[\u4e00-\u9fff\u3400-\u4dbf\U00020000-\U0002a6df\U0002a700-\U0002b73f\U0002b740-\U0002b81f"
+    "\U0002b820-\U0002ceaf\uf900-\ufaff\U0002f800-\U0002fa1f]"
+)
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_UNUSED = re.compile(r"\[unused\d+\]")
+# Separators 0x1c-0x1f and 0x85 are white space to `re` but deleted by BERT, so they join what stands around them. A
+# character lower-cases to three at most, hence a third of the limit.
+_MAYBE_OVERLONG = re.compile(r"(?:\S|[\x1c-\x1f\x85]){34}")
+
+
+def bert_normalizer(flags: Normalisation) -> normalizers.BertNormalizer:
+    """BERT's normalisation with every flag explicit."""
+    return normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=flags.split_cjk,
+        strip_accents=flags.strip_accents,
+        lowercase=flags.lowercase,
+    )
+
+
+def wordpiece_pipeline(tokens: Sequence[str], flags: Normalisation) -> HFTokenizer:
+    """A `tokenizers` pipeline without special tokens: markers in text are ordinary text."""
+    ids = {token: index for index, token in enumerate(tokens)}
+    pipeline = HFTokenizer(
+        models.WordPiece(
+            ids,
+            unk_token="[UNK]",
+            max_input_chars_per_word=MAX_WORD_CHARACTERS,
+            continuing_subword_prefix=PREFIX,
+        )
+    )
+    pipeline.normalizer = bert_normalizer(flags)
+    pipeline.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    pipeline.decoder = decoders.WordPiece(prefix=PREFIX)
+    return pipeline
+
+
+def _fast_encoder(tokens: Sequence[str], lowercase: bool) -> tokie.Tokenizer:
+    """tokie reads a tokenizer.json only. It strips accents exactly where it lower-cases and always splits CJK."""
+    flags = Normalisation(lowercase=lowercase, strip_accents=lowercase, split_cjk=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tokenizer.json"
+        wordpiece_pipeline(tokens, flags).save(str(path))
+        return tokie.Tokenizer.from_json(str(path))
+
+
+class WordPieceTokenizer:
+    """The `Tokenizer` protocol for a WordPiece vocabulary.
+
+    Args:
+        tokens: the vocabulary in the order of ids.
+        flags: normalisation, fixed for the life of the vocabulary.
+        source: where the vocabulary came from, for messages.
+
+    Raises:
+        TokenizerError: a special token is missing or an entry occurs twice.
+    """
+
+    kind = "wordpiece"
+
+    def __init__(self, tokens: Sequence[str], flags: Normalisation, source: str | Path = "vocabulary") -> None:
+        self.tokens = list(tokens)
+        self.flags = flags
+        ids = {token: index for index, token in enumerate(self.tokens)}
+        if len(ids) != len(self.tokens):
+            twice = next(token for index, token in enumerate(self.tokens) if ids[token] != index)
+            raise TokenizerError(f"{source}: the entry {twice!r} occurs twice; ids must be unique")
+        self._special = SpecialIds.find(ids, source)
+        special = set(SPECIAL_TOKENS)
+        self.word_starts = np.array([not token.startswith(PREFIX) for token in self.tokens], dtype=bool)
+        self.ordinary_ids = np.array(
+            [i for i, token in enumerate(self.tokens) if token not in special and not _UNUSED.fullmatch(token)],
+            dtype=np.int32,
+        )
+        self.fingerprint = fingerprint(self.kind, flags, self._special, "\n".join(self.tokens).encode())
+        self._reference = wordpiece_pipeline(self.tokens, flags)
+        # Where the flags are not the pair that tokie knows, text is normalised first and tokie only splits.
+        self._native = flags.strip_accents == flags.lowercase
+        self._encoder = _fast_encoder(self.tokens, flags.lowercase and self._native)
+
+    def __reduce__(self) -> tuple[type, tuple[list[str], Normalisation]]:
+        return type(self), (self.tokens, self.flags)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of entries V."""
+        return len(self.tokens)
+
+    @property
+    def pad_id(self) -> int:
+        """Id of [PAD]."""
+        return self._special.pad
+
+    @property
+    def unk_id(self) -> int:
+        """Id of [UNK]."""
+        return self._special.unk
+
+    @property
+    def cls_id(self) -> int:
+        """Id of [CLS]."""
+        return self._special.cls
+
+    @property
+    def sep_id(self) -> int:
+        """Id of [SEP]."""
+        return self._special.sep
+
+    @property
+    def mask_id(self) -> int:
+        """Id of [MASK]."""
+        return self._special.mask
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of all texts end to end, see `Tokenizer`."""
+        texts = list(texts)
+        slow = [] if self.flags.split_cjk else [i for i, text in enumerate(texts) if _has_cjk(text)]
+        prepared = texts if self._native else [self._normalise(text) for text in texts]
+        if slow:
+            return self._encode_mixed(texts, prepared, slow)
+        try:
+            ids, lengths = self._encoder.encode_batch_flat(prepared, add_special_tokens=False)
+        except UnicodeEncodeError:  # lone surrogates, which JSON can carry; U+FFFD is deleted by normalisation
+            return self.encode_flat([_SURROGATE.sub("\ufffd", text) for text in texts])
+        return ids.astype(np.int32), lengths.astype(np.int64)
+
+    def _normalise(self, text: str) -> str:
+        if text.isascii():
+            return text.lower() if self.flags.lowercase else text
+        return self._reference.normalizer.normalize_str(text)
+
+    def _encode_mixed(self, texts: list[str], prepared: list[str], slow: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode the texts at `slow` with `tokenizers`, the others with tokie, and put them back in order."""
+        chosen = set(slow)
+        fast = [i for i in range(len(texts)) if i not in chosen]
+        ids, lengths = self._encoder.encode_batch_flat([prepared[i] for i in fast], add_special_tokens=False)
+        rows: list[np.ndarray] = [np.empty(0, dtype=np.int32)] * len(texts)
+        pieces = np.split(ids.astype(np.int32), np.cumsum(lengths.astype(np.int64))[:-1]) if fast else []
+        for index, piece in zip(fast, pieces, strict=True):
+            rows[index] = piece
+        encodings = self._reference.encode_batch_fast([texts[i] for i in slow], add_special_tokens=False)
+        for index, encoding in zip(slow, encodings, strict=True):
+            rows[index] = np.array(encoding.ids, dtype=np.int32)
+        return np.concatenate(rows), np.array([len(row) for row in rows], dtype=np.int64)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids, word pieces joined, special tokens shown by name."""
+        return self._reference.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def count_removed_marks(self, texts: Sequence[str]) -> int:
+        """Combining marks (category Mn) that normalisation deletes from these texts; 0 with accent stripping off."""
+        if not self.flags.strip_accents:
+            return 0
+        return sum(_marks(text) for text in texts if not text.isascii())
+
+    def count_overlong_words(self, texts: Sequence[str]) -> int:
+        """Words of more than `MAX_WORD_CHARACTERS` characters, each of which becomes one unknown token."""
+        count = 0
+        for text in texts:
+            if _MAYBE_OVERLONG.search(text):
+                words = self._reference.pre_tokenizer.pre_tokenize_str(self._reference.normalizer.normalize_str(text))
+                count += sum(len(word) > MAX_WORD_CHARACTERS for word, _ in words)
+        return count
+
+    def save(self, directory: str | Path) -> None:
+        """Write `vocab.txt`, `tokenizer.json`, `tokenizer_config.json` (all as `transformers` reads them), descriptor."""
+        directory = Path(directory)
+        write_text(directory / "vocab.txt", "".join(f"{token}\n" for token in self.tokens))
+        write_text(directory / "tokenizer.json", self._exported().to_str(pretty=True) + "\n")
+        config = {
+            "tokenizer_class": "BertTokenizer",
+            "do_lower_case": self.flags.lowercase,
+            "strip_accents": self.flags.strip_accents,
+            "tokenize_chinese_chars": self.flags.split_cjk,
+            **{
+                f"{field}_token": name
+                for field, name in zip(("pad", "unk", "cls", "sep", "mask"), SPECIAL_TOKENS, strict=True)
+            },
+        }
+        write_text(directory / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+        write_descriptor(
+            directory,
+            kind=self.kind,
+            flags=self.flags,
+            special=self._special,
+            vocab_size=self.vocab_size,
+            digest=self.fingerprint,
+        )
+
+    def _exported(self) -> HFTokenizer:
+        """The standard tokenizer.json: special tokens matched, `[CLS] A [SEP] B [SEP]` around the text."""
+        pipeline = wordpiece_pipeline(self.tokens, self.flags)
+        pipeline.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS])
+        pipeline.post_processor = processors.TemplateProcessing(
+            single="[CLS]:0 $A:0 [SEP]:0",
+            pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", self.cls_id), ("[SEP]", self.sep_id)],
+        )
+        return pipeline
+
+
+def _has_cjk(text: str) -> bool:
+    return not text.isascii() and CJK.search(text) is not None
+
+
+def _marks(text: str) -> int:
+    return sum(unicodedata.category(character) == "Mn" for character in unicodedata.normalize("NFD", text))
+
+
+def read_vocab(path: Path) -> list[str]:
+    """Entries of a `vocab.txt`, one a line. Only LF (or CRLF) ends a line, as entries may hold other separators.
+
+    Raises:
+        TokenizerError: the file is missing, not UTF-8 or empty.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise TokenizerError(f"{path}: cannot read the vocabulary ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path}: expected UTF-8, one entry a line ({error})") from error
+    tokens = [line.removesuffix("\r") for line in text.split("\n")]
+    while tokens and not tokens[-1]:
+        tokens.pop()
+    if not tokens:
+        raise TokenizerError(f"{path}: the vocabulary is empty")
+    return tokens
