@@ -184,7 +184,9 @@ def _read_table(path: Path, text: str, task: Task, split: Split) -> _Table:
     missing = [name for name in required if name not in column]
     if missing:
         raise ReadError(f"{path}: no column {missing} in the header {list(header)}; task {task.name} needs {required}")
-    table = _Table(ids=[], texts=[[] for _ in wanted], labels=[] if split.labelled else None, malformed={}, first_bad={})
+    table = _Table(
+        ids=[], texts=[[] for _ in wanted], labels=[] if split.labelled else None, malformed={}, first_bad={}
+    )
     malformed: Counter[str] = Counter()
     for number, line in enumerate(rows):
         fields = line.split("\t")
@@ -216,6 +218,10 @@ def _check_malformed(path: Path, table: _Table, malformed: Counter[str], task: T
     rows = len(table.ids) + table.malformed.get("number of fields", 0)
     bad = sum(malformed.values())
     if bad > max(1, MALFORMED_LIMIT * rows) or bad == rows:
-        reasons = "; ".join(f"{count} x {reason}, first {table.first_bad[reason]}" for reason, count in malformed.items())
-        expected = f"; labels of {task.name}: {list(task.label_values or names)}" if "unknown label" in malformed else ""
+        reasons = "; ".join(
+            f"{count} x {reason}, first {table.first_bad[reason]}" for reason, count in malformed.items()
+        )
+        expected = (
+            f"; labels of {task.name}: {list(task.label_values or names)}" if "unknown label" in malformed else ""
+        )
         raise ReadError(f"{path}: {bad} of {rows} rows are malformed ({reasons}){expected}")

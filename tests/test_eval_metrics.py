@@ -72,8 +72,8 @@ def test_r35_a_perfect_classifier_scores_one_in_any_label_order(id2label: dict[i
 
 
 def test_r35_wrong_heads_are_refused_and_swapped_labels_warned_of() -> None:
-    with pytest.raises(TaskError, match="has 3 labels .* the model has 2"):
+    with pytest.raises(TaskError, match=r"has 3 labels .* the model has 2"):
         label_outputs({0: "entailment", 1: "neutral"}, TASKS["MNLI"].labels, task="MNLI")
-    with pytest.raises(TaskError, match="needs the labels .* the model's are named"):
+    with pytest.raises(TaskError, match=r"needs the labels .* the model's are named"):
         label_outputs({0: "yes", 1: "no", 2: "maybe"}, TASKS["MNLI"].labels, task="MNLI")
     assert far_below_chance(40, 277, 2) and not far_below_chance(131, 277, 2)

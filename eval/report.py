@@ -1,0 +1,268 @@
+"""`python -m eval.report --runs DIR --output DIR`: one self-contained HTML page about one run, or about several."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from data_pipeline.artefacts import write_text
+from eval.plots import HELD_OUT, TRAIN, Curve, curves_svg, scores_svg
+from eval.report_data import (
+    ReportError,
+    Run,
+    as_number,
+    best_row,
+    find_runs,
+    finite_mean,
+    flatten,
+    read_run,
+    series,
+)
+
+TEMPLATES = Path(__file__).resolve().parent / "templates"
+UNIGRAM_KEY = "unigram_loss"
+"""In a validation line of metrics.jsonl: the held-out MLM loss of predicting by the training text's token frequencies."""
+
+_VALIDATION_COLUMNS = (
+    ("step", "step", 0),
+    ("MLM loss", "mlm_loss", 4),
+    ("perplexity", "perplexity", 2),
+    ("MLM accuracy", "mlm_accuracy", 4),
+    ("NSP loss", "nsp_loss", 4),
+    ("NSP accuracy", "nsp_accuracy", 4),
+    ("examples", "examples", 0),
+)
+
+
+def shown(value: float | None, digits: int = 4) -> str:
+    """A number in words: thousands apart, non-finite as `nan` or `inf`, a dash for none."""
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.{digits}f}" if digits else f"{value:,.0f}"
+
+
+def percent(value: float | None) -> str:
+    """A fraction as per cent with two digits."""
+    return "undefined" if value is None else shown(100 * value, 2)
+
+
+def write_report(runs_folder: Path, output: Path) -> Path:
+    """Write `output/index.html` and return its path.
+
+    Raises:
+        ReportError: no run in the folder.
+    """
+    runs = [read_run(folder) for folder in find_runs(runs_folder)]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    page = environment.get_template("report.html.j2").render(
+        title=f"Clozeworks: {runs[0].name}" if len(runs) == 1 else f"Clozeworks: {len(runs)} runs",
+        subtitle=_subtitle(runs[0]) if len(runs) == 1 else ", ".join(run.name for run in runs),
+        runs=[_view(run, f"run{number}") for number, run in enumerate(runs)],
+    )
+    path = output / "index.html"
+    write_text(path, page)
+    return path
+
+
+def _subtitle(run: Run) -> str:
+    parts = []
+    for key in ("git_revision", "started", "created"):
+        if run.description.get(key):
+            parts.append(f"{key.replace('_', ' ')} {run.description[key]}")
+    return " · ".join(parts) or "pretraining, task scores and configuration of one run"
+
+
+def _view(run: Run, prefix: str) -> dict[str, Any]:
+    """What the template needs, in its words."""
+    best = best_row(run.validation, "mlm_loss")
+    details = [("Configuration and versions", flatten(run.description))] if run.description else []
+    details += [(f"Statistics of the {part} data", flatten(stats)) for part, stats in run.stats.items() if stats]
+    return {
+        "name": run.name,
+        "tiles": _tiles(run, best),
+        "notes": run.notes,
+        "task_rows": _task_rows(run.results),
+        "task_figure": _task_figure(run.results, prefix),
+        "task_notes": _task_notes(run.results),
+        "figures": _figures(run, prefix),
+        "validation_header": [title for title, _, _ in _VALIDATION_COLUMNS],
+        "validation_rows": [
+            [shown(as_number(row.get(key)), digits) for _, key, digits in _VALIDATION_COLUMNS] for row in run.validation
+        ],
+        "best": None if best is None else run.validation.index(dict(best)),
+        **_data_table(run),
+        "details": details,
+    }
+
+
+def _unigram(run: Run) -> float | None:
+    values = [as_number(row.get(UNIGRAM_KEY)) for row in run.validation]
+    return next((value for value in reversed(values) if value is not None), None)
+
+
+def _tiles(run: Run, best: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    tiles = []
+
+    def add(what: str, value: str, beside: str = "", wrong: bool = False) -> None:
+        tiles.append({"what": what, "value": value, "beside": beside, "wrong": wrong})
+
+    if run.validation:
+        last = run.validation[-1] if best is None else best
+        at = f"at step {last['step']}"
+        loss, unigram = as_number(last.get("mlm_loss")), _unigram(run)
+        beside = f"unigram baseline {shown(unigram, 3)}" if unigram is not None else at
+        add("held-out MLM loss", shown(loss, 3), beside, wrong=loss is not None and not math.isfinite(loss))
+        add("held-out perplexity", shown(as_number(last.get("perplexity")), 1), at)
+        add("held-out MLM accuracy", percent(as_number(last.get("mlm_accuracy"))) + " %", at)
+        if as_number(last.get("nsp_accuracy")) is not None:
+            add("held-out NSP accuracy", percent(as_number(last.get("nsp_accuracy"))) + " %", "guessing gives 50 %")
+    if run.train:
+        rate = finite_mean(series(run.train, "tokens_per_second")[1])
+        add("tokens per second", shown(rate, 0), "mean over the logged steps")
+        add("optimizer steps", shown(as_number(run.train[-1]["step"]), 0), _seen(run))
+    for group in run.results:
+        split, metric = group["headline"]["split"], group["headline"]["metric"]
+        scores = group["splits"][split]
+        score, base = scores["metrics"][metric]["mean"], scores["baseline"][metric]["value"]
+        wrong = score is None
+        value = "undefined" if wrong else f"{percent(score)} %"
+        add(f"{group['task']}, {metric}", value, "" if base is None else f"baseline {percent(base)} %", wrong=wrong)
+    return tiles
+
+
+def _seen(run: Run) -> str:
+    tokens = as_number(run.train[-1].get("tokens"))
+    return "" if tokens is None or not math.isfinite(tokens) else f"{shown(tokens / 1e6, 1)} M tokens"
+
+
+def _figures(run: Run, prefix: str) -> list[dict[str, str]]:
+    if not run.train and not run.validation:
+        return []
+    unigram = _unigram(run)
+    reference = None if unigram is None else ("unigram baseline", unigram)
+    plans: list[tuple[str, str, str, tuple[str, float] | None]] = [
+        ("MLM loss", "mlm_loss", "nats per prediction", reference),
+        ("MLM accuracy", "mlm_accuracy", "share right", None),
+        ("NSP loss", "nsp_loss", "nats per pair", ("guessing", math.log(2))),
+        ("NSP accuracy", "nsp_accuracy", "share right", ("guessing", 0.5)),
+        ("Throughput", "tokens_per_second", "tokens per second", None),
+        ("Gradient norm", "grad_norm", "before clipping", None),
+        ("Learning rate", "lr", "rate", None),
+    ]
+    figures = []
+    for title, key, unit, line in plans:
+        curves = [
+            Curve(label=label, steps=steps, values=values, colour=colour, markers=markers)
+            for label, rows, colour, markers in (
+                ("training", run.train, TRAIN if key.endswith(("loss", "accuracy")) else HELD_OUT, False),
+                ("held-out", run.validation, HELD_OUT, True),
+            )
+            for steps, values in [series(rows, key)]
+            if steps
+        ]
+        if curves:
+            figures.append({"title": title, "svg": curves_svg(f"{prefix}-{key}", curves, unit=unit, reference=line)})
+    return figures
+
+
+def _task_rows(groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    rows = []
+    for group in groups:
+        for split, scores in group["splits"].items():
+            for metric, summary in scores["metrics"].items():
+                base = scores["baseline"][metric]["value"]
+                mean = summary["mean"]
+                over = None if mean is None or base is None else mean - base
+                rows.append(
+                    [
+                        group["task"],
+                        split,
+                        metric,
+                        percent(mean),
+                        "–" if summary["sd"] is None else percent(summary["sd"]),
+                        f"{summary['n']}"
+                        + (f" of {summary['n'] + summary['left_out']}" if summary["left_out"] else ""),
+                        percent(base),
+                        "–" if over is None else f"{100 * over:+.2f}",
+                        shown(scores["n"], 0),
+                    ]
+                )
+    return rows
+
+
+def _task_notes(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    notes = []
+    for group in groups:
+        for split, scores in group["splits"].items():
+            for metric, summary in scores["metrics"].items():
+                if summary["left_out"]:
+                    reasons = ", ".join(summary["reasons"])
+                    notes.append(
+                        f"{group['task']} {split} {metric}: {summary['left_out']} run(s) without a score ({reasons}), "
+                        "left out of the mean"
+                    )
+        notes += [f"{group['task']}: {warning}" for warning in group.get("warnings", [])]
+    return notes
+
+
+def _task_figure(groups: Sequence[Mapping[str, Any]], prefix: str) -> str:
+    rows = []
+    for group in groups:
+        for split, scores in group["splits"].items():
+            metric = group["headline"]["metric"]
+            summary = scores["metrics"][metric]
+            if summary["mean"] is not None:
+                label = f"{group['task']} {split}, {metric}"
+                rows.append((label, summary["mean"], summary["sd"], scores["baseline"][metric]["value"]))
+    return scores_svg(f"{prefix}-tasks", rows) if rows else ""
+
+
+def _data_table(run: Run) -> dict[str, Any]:
+    """The plain numbers of both stats.json side by side."""
+    parts = {part: dict(flatten(stats)) for part, stats in run.stats.items() if stats}
+    keys = [key for stats in parts.values() for key in stats]
+    rows = []
+    for key in dict.fromkeys(keys):
+        if "histogram" in key or key.count(".") > 1:
+            continue
+        numbers = [_stat(stats.get(key)) for stats in parts.values()]
+        if any(number is not None for number in numbers):
+            rows.append([key.replace("_", " ").replace(".", ": "), *(number or "–" for number in numbers)])
+    return {"data_header": ["", *({"validation": "held-out"}.get(part, part) for part in parts)], "data_rows": rows}
+
+
+def _stat(text: str | None) -> str | None:
+    try:
+        value = float(text or "")
+    except ValueError:
+        return None
+    return shown(value, 0 if value == int(value) else 4) if math.isfinite(value) else str(value)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m eval.report", description=__doc__)
+    parser.add_argument("--runs", required=True, type=Path, help="a run folder (runs/demo), or a folder of runs")
+    parser.add_argument("--output", required=True, type=Path, help="folder for index.html")
+    options = parser.parse_args(arguments)
+    try:
+        path = write_report(options.runs, options.output)
+    except ReportError as error:
+        print(f"eval.report: {error}", file=sys.stderr)
+        return 2
+    print(f"report: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
