@@ -183,7 +183,9 @@ def _alphabet(texts: Iterable[str], normalizer: normalizers.Normalizer, slots: i
     occurring = [chr(point) for point in np.flatnonzero(counts)]
     occurring = sorted((c for c in occurring if not c.isspace()), key=lambda c: (c > "\x7f", -counts[ord(c)], c))
     total = sum(int(counts[ord(c)]) for c in occurring)
-    plain, inner, covered = [], [], 0
+    plain: list[str] = []
+    inner: list[str] = []
+    covered = 0
     for character in occurring:
         inside = len(_words(f"a{character}a", normalizer)) == 1
         enough = covered >= CHARACTER_COVERAGE * total and not character.isascii()

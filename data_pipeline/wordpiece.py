@@ -12,6 +12,7 @@ import tempfile
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokie
@@ -72,7 +73,7 @@ def wordpiece_pipeline(tokens: Sequence[str], flags: Normalisation) -> HFTokeniz
     return pipeline
 
 
-def _fast_encoder(tokens: Sequence[str], lowercase: bool) -> tokie.Tokenizer:
+def _fast_encoder(tokens: Sequence[str], lowercase: bool) -> Any:
     """tokie reads a tokenizer.json only. It strips accents exactly where it lower-cases and always splits CJK."""
     flags = Normalisation(lowercase=lowercase, strip_accents=lowercase, split_cjk=True)
     with tempfile.TemporaryDirectory() as folder:
