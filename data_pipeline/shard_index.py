@@ -19,13 +19,15 @@ from typing import Any
 import fsspec
 import numpy as np
 
+from data_pipeline.artefacts import write_bytes
 from data_pipeline.block_codec import ShardError
-from data_pipeline.shards import TAR_BLOCK, ShardRecord, write_atomically
+from data_pipeline.shards import TAR_BLOCK, ShardRecord
 
 MAGIC = "clozeworks-shards"
 VERSION = 1
 BLOCK_DTYPE = np.dtype([("shard", "<u4"), ("offset", "<u8"), ("length", "<u4"), ("examples", "<u4")])
 """A row of `blocks.npy`: 20 bytes. `shard` counts in the order of `index.json`."""
+_HASH_BYTES = 1 << 22
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 
 
@@ -91,7 +93,7 @@ def write_index(directory: Path, records: Iterable[ShardRecord], info: DatasetIn
         at += len(record.rows)
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, blocks, version=(1, 0))
-    write_atomically(directory / "blocks.npy", buffer.getvalue())
+    write_bytes(directory / "blocks.npy", buffer.getvalue())
     content: dict[str, Any] = {
         "magic": MAGIC,
         "version": VERSION,
@@ -122,7 +124,7 @@ def write_index(directory: Path, records: Iterable[ShardRecord], info: DatasetIn
         ],
     }
     content["fingerprint"] = _fingerprint(content)
-    write_atomically(directory / "index.json", json.dumps(content, indent=1, sort_keys=True).encode() + b"\n")
+    write_bytes(directory / "index.json", json.dumps(content, indent=1, sort_keys=True).encode() + b"\n")
     return ShardIndex.open(directory)
 
 
@@ -157,6 +159,7 @@ class ShardIndex:
         blocks: (number of blocks,) of `BLOCK_DTYPE`, read-only.
         fingerprint: 64 hexadecimal digits over everything, shard contents included.
         examples, tokens: totals.
+        remote: read through fsspec, so that each read takes a round trip.
     """
 
     def __init__(
@@ -176,6 +179,7 @@ class ShardIndex:
         self.examples = sum(shard.examples for shard in shards)
         self.tokens = sum(shard.tokens for shard in shards)
         self._filesystem = filesystem
+        self.remote = filesystem is not None
         self._descriptors: dict[int, int] = {}
         self._lock = threading.Lock()
 
@@ -276,6 +280,34 @@ class ShardIndex:
         with self._lock:
             while self._descriptors:
                 os.close(self._descriptors.popitem()[1])
+
+
+def verify_shards(index: ShardIndex, *, sample: int | None = None, seed: int = 0) -> tuple[str, ...]:
+    """Compare the sha256 of shards with the index, and hand back the names of those that were read.
+
+    Args:
+        index: an opened data set.
+        sample: read only this many, chosen by `seed`; None: all.
+        seed: let every rank take another one, and together they look at more.
+
+    Raises:
+        ShardError: a shard whose bytes are not those that were written.
+    """
+    numbers = list(range(len(index.shards)))
+    if sample is not None and sample < len(numbers):
+        rng = np.random.default_rng(seed)
+        numbers = sorted(rng.choice(len(index.shards), sample, replace=False).tolist())
+    for number in numbers:
+        shard = index.shards[number]
+        digest = hashlib.sha256()
+        for offset in range(0, shard.bytes, _HASH_BYTES):
+            digest.update(index.read_range(number, offset, min(_HASH_BYTES, shard.bytes - offset)))
+        if digest.hexdigest() != shard.sha256:
+            raise ShardError(
+                f"{index.directory}/{shard.name}: its bytes are not those that were written (sha256 differs from "
+                "index.json); copy or build it again"
+            )
+    return tuple(index.shards[number].name for number in numbers)
 
 
 def _read(filesystem: fsspec.AbstractFileSystem | None, path: str) -> bytes | None:

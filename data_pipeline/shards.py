@@ -173,17 +173,6 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name, fsync, rename."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_directory(path.parent)
-
-
 def iter_members(path: Path) -> Iterator[tuple[str, int, bytes]]:
     """Every block of a tar as (key, offset of the payload, payload), and nothing but blocks.
 
