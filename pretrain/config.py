@@ -1,0 +1,162 @@
+"""The settings of a pretraining run: the pipeline's tables and those that only training reads.
+
+Three layers: the defaults here, one TOML file, `--set table.key=value`. `[model]` has a fourth: `preset = "bert-base"`
+takes the keys of configs/models/bert-base.toml first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from data_pipeline.config import PipelineConfig, StrictModel, read_tree, validate
+from pretrain.model_config import EncoderConfig, resolve_preset
+
+
+class RunConfig(StrictModel):
+    """`[run]`: where the run lives."""
+
+    dir: str
+    """Run folder: run.json, metrics.jsonl, checkpoints/. The same folder again continues the run."""
+    name: str = ""
+    """Name shown by MLflow and the report; empty: the run folder's name."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of each rank; 0: `OMP_NUM_THREADS` if set, else an equal share of this machine's cores."""
+
+
+class TrainTable(StrictModel):
+    """`[train]`: how long, and in which pieces."""
+
+    steps: int = Field(ge=1)
+    """Optimizer steps of the whole run."""
+    global_batch: int = Field(ge=1)
+    """Examples of one optimizer step, over all ranks: micro_batch x accumulation x ranks."""
+    micro_batch: int = Field(ge=1)
+    """Examples that one rank runs through the model at once; accumulation follows from it."""
+    log_every: int = Field(default=10, ge=1)
+    """Steps between two lines of metrics; a line holds the mean of the steps since the last one."""
+
+
+class OptimizerConfig(StrictModel):
+    """`[optimizer]`: AdamW with decoupled weight decay (https://arxiv.org/abs/1711.05101)."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: float = Field(gt=0)
+    """The peak of the schedule."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(default=1e-6, gt=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Of every tensor except biases and normalisation."""
+    grad_clip: float = Field(default=1.0, ge=0)
+    """Largest global L2 norm of the gradient; 0 does not clip."""
+
+    @model_validator(mode="after")
+    def _betas_below_one(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"key 'optimizer.betas': each must lie in [0, 1), got {list(self.betas)}")
+        return self
+
+
+class ScheduleConfig(StrictModel):
+    """`[schedule]`: the learning rate as a function of the step; formulas in pretrain/schedule.py."""
+
+    shape: Literal["linear", "polynomial", "cosine", "constant"] = "linear"
+    warmup_steps: int = Field(default=0, ge=0)
+    warmup_shape: Literal["linear"] = "linear"
+    power: float = Field(default=1.0, gt=0)
+    """Exponent of the polynomial shape."""
+    final_ratio: float = Field(default=0.0, ge=0, le=1)
+    """The decay ends at this share of the peak."""
+
+
+class CheckpointConfig(StrictModel):
+    """`[checkpoint]`: how often, and how many stay."""
+
+    every: int = Field(default=1000, ge=1)
+    """Steps between two checkpoints; the last step is always saved."""
+    keep: int = Field(default=3, ge=1)
+    """The newest ones that stay, by step number."""
+
+
+class ValidationConfig(StrictModel):
+    """`[validation]`: the held-out loss during training."""
+
+    every: int = Field(default=1000, ge=0)
+    """Steps between two validations; the last step is always validated. 0: never."""
+    micro_batch: int = Field(default=32, ge=1)
+    """Examples that one rank evaluates at once."""
+
+
+class TrackingConfig(StrictModel):
+    """`[tracking]`: MLflow. metrics.jsonl is written whatever is set here."""
+
+    enabled: bool = True
+    uri: str = ""
+    """Tracking server or store. Empty: `MLFLOW_TRACKING_URI` if set, else the SQLite file mlflow.db beside the run."""
+    experiment: str = "clozeworks"
+
+
+class FaultsConfig(StrictModel):
+    """`[faults]`: what happens when numbers go wrong."""
+
+    max_skipped_in_a_row: int = Field(default=20, ge=1)
+    """This many steps with a non-finite gradient one after another end the job with a non-zero exit code."""
+
+
+class TrainConfig(PipelineConfig):
+    """All tables of a configuration file: the pipeline's and pretraining's."""
+
+    run: RunConfig
+    model: EncoderConfig
+    train: TrainTable
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = ScheduleConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    validation: ValidationConfig = ValidationConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    faults: FaultsConfig = FaultsConfig()
+    deepspeed: dict[str, Any] = {}
+    """Passed to DeepSpeed as its own configuration (https://www.deepspeed.ai/docs/config-json/); sizes and clipping are
+    filled in, see pretrain/deepspeed_config.py."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.schedule.warmup_steps >= self.train.steps:
+            raise ValueError(
+                f"key 'schedule.warmup_steps': {self.schedule.warmup_steps} must be below train.steps={self.train.steps}"
+            )
+        if self.data.max_seq_length > self.model.max_positions:
+            raise ValueError(
+                f"key 'data.max_seq_length': {self.data.max_seq_length} is over the position table of "
+                f"model.max_positions={self.model.max_positions}"
+            )
+        return self
+
+    def as_tree(self) -> dict[str, Any]:
+        """The merged configuration as plain JSON values."""
+        return self.model_dump(mode="json")
+
+    def fingerprint(self) -> str:
+        """sha256 of the merged configuration, the same for the same values."""
+        return hashlib.sha256(json.dumps(self.as_tree(), sort_keys=True).encode()).hexdigest()
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The whole configuration of a run.
+
+    Args:
+        path: TOML file.
+        overrides: `table.key=value` strings, applied in order after the file.
+
+    Raises:
+        ConfigError: missing file, not TOML, unknown key (the nearest is named), wrong value, unknown model preset.
+    """
+    tree = read_tree(path, overrides)
+    if isinstance(tree.get("model"), dict):
+        tree["model"] = resolve_preset(tree["model"], path)
+    return validate(TrainConfig, tree, path)

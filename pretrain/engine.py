@@ -1,0 +1,303 @@
+"""DeepSpeed: one optimizer step that equals one joint batch. The only file that imports it.
+
+Legend: `P` predictions, `E` examples, `W` ranks, `A` accumulation steps.
+
+The loss of a step is sum(MLM cross entropies) / P + sum(NSP cross entropies) / E over all micro-batches and ranks.
+DeepSpeed averages gradients over ranks (0.19.8 runtime/zero/stage_1_and_2.py and runtime/engine.py divide by W), and
+divides by A only where `scale_wrt_gas` is left on. We leave it off and weight each local sum by W / P, so that
+
+    1/W * sum over ranks and micro-batches of grad(W / P * local sum) = grad(global sum / P).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cluster.world import World
+from data_pipeline.records import Batch
+from pretrain.config import OptimizerConfig, TrainConfig
+from pretrain.deepspeed_config import deepspeed_config, precision, zero_stage
+
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+import deepspeed  # noqa: E402
+import deepspeed.ops  # noqa: E402
+from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
+from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
+
+SUMS = ("mlm_loss", "nsp_loss", "mlm_correct", "nsp_correct", "predictions", "pairs", "tokens", "examples")
+"""What a step's and an evaluation's sums hold, in this order. `pairs`: examples with a sentence objective."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Attributes:
+        applied: False where a gradient was not finite and the weights stayed as they were.
+        grad_norm: global L2 norm before clipping; inf where it was not finite.
+        sums: (8,) float64 on the device, this rank's part of `SUMS`; the two losses already divided by the global
+            counts, so that their sum over ranks is the optimised loss.
+        stop: some rank asked for a stop before this step.
+    """
+
+    applied: bool
+    grad_norm: float
+    sums: torch.Tensor
+    stop: bool
+
+
+class _Objective(nn.Module):
+    """The model with its loss inside `forward`: DeepSpeed hooks into tensors that a module returns."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weighted loss and (4,) float64: both loss sums, both numbers of correct answers."""
+        out = self.model(batch)
+        loss = out.mlm_loss_sum.float() * weights[0] + out.nsp_loss_sum.float() * weights[1]
+        sums = torch.stack(
+            [part.detach().double() for part in (out.mlm_loss_sum, out.nsp_loss_sum, out.mlm_correct, out.nsp_correct)]
+        )
+        return loss, sums
+
+
+def start_ranks(world: World, *, threads: int = 0) -> torch.device:
+    """Join the process group and return this rank's device.
+
+    Args:
+        world: this rank's place.
+        threads: CPU threads of this rank; 0: `OMP_NUM_THREADS` if set, else an equal share of this machine's cores.
+    """
+    deepspeed_logger.setLevel(os.environ.get("DS_LOG_LEVEL", "warning").upper())
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    if threads or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // world.local_size))
+    os.environ.update(world.environ())
+    if not world.master_port:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+    # Its C++ all-reduce through shared memory would be compiled for a minute at the first start, and where a compile is
+    # killed its lock file hangs every later start. Gloo does the same sums.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(verbose=False)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(world.local_rank)
+        return torch.device("cuda", world.local_rank)
+    return torch.device("cpu")
+
+
+def stop_ranks() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def all_sum(values: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks, in place."""
+    dist.all_reduce(values)
+    return values
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    dist.barrier()
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """`value` of every rank, in the order of ranks, on every rank."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's `value` on every rank."""
+    holder = [value]
+    dist.broadcast_object_list(holder, src=0)
+    return holder[0]
+
+
+def build_optimizer(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW over parameter groups that carry their own `weight_decay`.
+
+    torch's fused kernel, on CPU and CUDA: one pass over a flat ZeRO partition, and nothing to compile at start.
+    """
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def seed_of(*numbers: int) -> int:
+    """A 63-bit seed that is a pure function of its arguments."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+class TrainEngine:
+    """A DeepSpeed engine that takes whole optimizer steps.
+
+    Args:
+        model: `forward(batch)` gives `PretrainingLosses`.
+        groups: optimizer groups over `model`'s parameters.
+        config: the merged configuration.
+        world: this rank's place; the process group has been joined.
+        device: from `start_ranks`.
+    """
+
+    def __init__(
+        self, model: nn.Module, groups: Sequence[dict[str, Any]], *, config: TrainConfig, world: World, device: Any
+    ) -> None:
+        self.config, self.world, self.device = config, world, torch.device(device)
+        self.stage, self.precision = zero_stage(config), precision(config)
+        self._engine, *_ = deepspeed.initialize(
+            model=_Objective(model),
+            optimizer=build_optimizer(groups, config.optimizer),
+            config=deepspeed_config(config, world.size),
+            dist_init_required=False,
+        )
+        # Without ZeRO and without loss scaling DeepSpeed runs the optimizer bare and never looks at the gradient.
+        self._plain = self.stage == 0 and self.precision == "fp32"
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-steps of one optimizer step."""
+        return self._engine.gradient_accumulation_steps()
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that keeps fp16 gradients in range; 1 in other precisions."""
+        return float(getattr(self._engine.optimizer, "cur_scale", 1.0)) if self.precision == "fp16" else 1.0
+
+    def rates(self) -> list[float]:
+        """The learning rate in each of the optimizer's own parameter groups."""
+        return [group["lr"] for group in self._engine.optimizer.param_groups]
+
+    def step(self, micro_batches: Sequence[Batch], *, number: int, lr: float, stop: bool = False) -> StepResult:
+        """One optimizer step over this rank's micro-batches.
+
+        Args:
+            micro_batches: exactly `accumulation` of them.
+            number: the step, from 1; with the seed, the rank and the micro-step it fixes the dropout.
+            lr: the rate of this step.
+            stop: this rank asks all ranks to stop after this step.
+
+        Raises:
+            ValueError: another number of micro-batches.
+        """
+        if len(micro_batches) != self.accumulation:
+            raise ValueError(f"expected {self.accumulation} micro-batches a step, got {len(micro_batches)}")
+        local = np.sum([_counts(batch) for batch in micro_batches], axis=0)
+        shared = torch.tensor([*local[:2], float(stop)], dtype=torch.float64, device=self.device)
+        dist.all_reduce(shared)
+        counts = shared[:2].clamp(min=1)
+        weights = (self.world.size / counts).float()
+        self._set_rate(lr)
+        self._engine.train()
+        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        applied, norm = True, 0.0
+        for micro, batch in enumerate(micro_batches):
+            torch.manual_seed(seed_of(self.config.seed, number, self.world.rank, micro))
+            loss, parts = self._engine(batch.to(self.device, non_blocking=True), weights)
+            self._engine.backward(loss, scale_wrt_gas=False)
+            sums += parts
+            if micro + 1 < len(micro_batches):
+                self._engine.step()
+            else:
+                applied, norm = self._update()
+        sums[:2] /= counts
+        counted = torch.tensor(local, dtype=torch.float64, device=self.device)
+        return StepResult(applied=applied, grad_norm=norm, sums=torch.cat([sums, counted]), stop=bool(shared[2] > 0))
+
+    def _update(self) -> tuple[bool, float]:
+        """Clip and step at the end of accumulation; whether it was applied, and the norm before clipping."""
+        engine = self._engine
+        if self._plain:
+            gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(gradients))
+            if not math.isfinite(norm):
+                engine.zero_grad()
+                engine.micro_steps += 1  # all that engine.step() would do for the next accumulation to begin
+                return False, math.inf
+            engine.step()
+            return True, norm
+        engine.step()
+        applied = not bool(getattr(engine.optimizer, "overflow", False))
+        norm = float(engine.get_global_grad_norm() or 0.0) if applied else math.inf
+        return applied, norm
+
+    def _set_rate(self, lr: float) -> None:
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """(8,) float64: `SUMS` of one batch on this rank, losses as plain sums, without dropout."""
+        self._engine.eval()
+        _, sums = self._engine(batch.to(self.device), torch.ones(2, device=self.device))
+        return torch.cat([sums, torch.tensor(_counts(batch), dtype=torch.float64, device=self.device)])
+
+    def save(self, folder: Path, tag: str) -> None:
+        """Write DeepSpeed's own files below `folder/tag`; every rank calls this."""
+        self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+
+    def load(self, folder: Path, tag: str) -> None:
+        """Load what `save` wrote with the same number of ranks and the same ZeRO stage; every rank calls this.
+
+        Raises:
+            RuntimeError: DeepSpeed found no checkpoint there.
+        """
+        path, _ = self._engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
+        if path is None:
+            raise RuntimeError(f"{folder / tag}: DeepSpeed found no checkpoint to load")
+
+    def full_weights(self) -> dict[str, torch.Tensor]:
+        """Every parameter and persistent buffer in fp32 on the CPU, named as in the model; every rank calls this.
+
+        A collective: tensors that ZeRO has cut are put together from all ranks. A tied tensor appears once. Only rank
+        0's result is filled; on the others it is empty.
+        """
+        weights: dict[str, torch.Tensor] = {}
+        for name, tensor in self._full_tensors():
+            if self.world.rank == 0:
+                weights[name.removeprefix("model.")] = tensor.detach().float().cpu().clone()
+        return weights
+
+    def _full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        masters = _unpartitioned_masters(self._engine.optimizer)
+        for name, parameter in self._engine.module.named_parameters():
+            full = masters.get(parameter)
+            if full is None and self.stage > 0:
+                full = safe_get_full_fp32_param(parameter)
+            yield name, parameter if full is None else full.view(_shape(parameter))
+        persistent = self._engine.module.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in self._engine.module.named_buffers() if name in persistent)
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    """The whole tensor's shape, also where ZeRO-3 has left only a piece here."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def _unpartitioned_masters(optimizer: Any) -> dict[Any, torch.Tensor]:
+    """fp32 masters of half-precision parameters without ZeRO: two parallel lists in DeepSpeed's FP16_UnfusedOptimizer."""
+    low, high = getattr(optimizer, "fp16_groups", None), getattr(optimizer, "fp32_groups", None)
+    if not low or not high or type(optimizer).__name__ != "FP16_UnfusedOptimizer":
+        return {}
+    return {p: master for ps, masters in zip(low, high, strict=True) for p, master in zip(ps, masters, strict=True)}
+
+
+def _counts(batch: Batch) -> tuple[int, int, int, int]:
+    """Predictions, pairs, tokens and examples of a batch that is still on the CPU."""
+    return len(batch.mask_labels_P), int((batch.nsp_labels_E >= 0).sum()), batch.tokens, batch.examples

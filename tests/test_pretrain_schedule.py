@@ -1,0 +1,47 @@
+"""The learning rate against hand-computed values."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pretrain.config import ScheduleConfig
+from pretrain.schedule import learning_rate
+
+
+def rates(total: int, **schedule: object) -> list[float]:
+    config = ScheduleConfig.model_validate(schedule)
+    return [learning_rate(n, peak=1.0, total_steps=total, schedule=config) for n in range(1, total + 1)]
+
+
+def test_r24_linear_rate_equals_the_documented_formula() -> None:
+    found = rates(10, shape="linear", warmup_steps=4)
+    assert found == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1, 6 / 7, 5 / 7, 4 / 7, 3 / 7, 2 / 7, 1 / 7], abs=1e-15)
+    assert found[0] < 1 and found.count(1.0) == 1 and found.index(1.0) == 3
+    assert 0.0 not in found
+
+
+def test_polynomial_cosine_and_constant_shapes() -> None:
+    assert rates(10, shape="polynomial", power=2, warmup_steps=4)[4] == pytest.approx((6 / 7) ** 2)
+    assert rates(9, shape="cosine", warmup_steps=5)[6] == pytest.approx((1 + math.cos(math.pi * 2 / 5)) / 2)
+    assert rates(6, shape="constant", warmup_steps=2) == [0.5, 1, 1, 1, 1, 1]
+    assert rates(10, shape="linear", warmup_steps=4, final_ratio=0.5)[9] == pytest.approx(0.5 + 0.5 / 7)
+
+
+def test_without_warm_up_the_first_step_has_the_peak() -> None:
+    assert rates(4, shape="linear") == pytest.approx([1, 3 / 4, 2 / 4, 1 / 4])
+
+
+@given(st.sampled_from(["linear", "polynomial", "cosine", "constant"]), st.integers(0, 20), st.integers(21, 60))
+def test_no_shape_ever_leaves_the_range_or_rises_after_warm_up(shape: str, warmup: int, total: int) -> None:
+    found = rates(total, shape=shape, warmup_steps=warmup)
+    assert all(0 < rate <= 1 for rate in found)
+    assert found == sorted(found[: max(warmup, 1)]) + sorted(found[max(warmup, 1) :], reverse=True)
+
+
+def test_updates_count_from_one() -> None:
+    with pytest.raises(ValueError, match="count from 1"):
+        learning_rate(0, peak=1.0, total_steps=10, schedule=ScheduleConfig())
