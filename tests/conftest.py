@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from data_pipeline.records import Block
+from data_pipeline.shard_index import DatasetInfo, ShardIndex, write_index
+from data_pipeline.shards import ShardWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -17,3 +23,54 @@ def shared_data() -> Path:
     if not path.is_dir():
         pytest.skip(f"no data sets at {path}; set CLOZEWORKS_DATA")
     return path
+
+
+@pytest.fixture(scope="session")
+def write_dataset() -> Callable[..., ShardIndex]:
+    """A function that writes a small data set of random examples, see `_write_dataset`."""
+    return _write_dataset
+
+
+def _write_dataset(
+    directory: Path, *, shards: int = 2, blocks: int = 3, examples: int = 5, mask_sets: int = 2, seed: int = 0
+) -> ShardIndex:
+    """Shards of blocks of examples; block sizes differ by one now and then, so that no size divides anything."""
+    rng = np.random.default_rng(seed)
+    directory.mkdir(parents=True, exist_ok=True)
+    records = []
+    for shard in range(shards):
+        with ShardWriter(directory, f"shard-{shard:05d}.tar") as writer:
+            for block in range(blocks):
+                writer.add(f"{shard:05d}-{block:06d}", random_block(rng, examples + (block % 2), mask_sets))
+        assert writer.record is not None
+        records.append(writer.record)
+    info = DatasetInfo(
+        settings={"max_seq_length": 24},
+        tokenizer="0" * 64,
+        vocab_size=100,
+        special_ids={"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4},
+        max_seq_length=24,
+        mask_sets=mask_sets,
+    )
+    return write_index(directory, records, info)
+
+
+def random_block(rng: np.random.Generator, examples: int, mask_sets: int) -> Block:
+    """Examples of 6 to 24 ids below 100, each with 1 to 3 predictions in each mask set."""
+    lengths = rng.integers(6, 25, examples)
+    counts = rng.integers(1, 4, (mask_sets, examples))
+    positions = [
+        np.sort(rng.choice(np.arange(1, lengths[i] - 1), counts[s, i], replace=False))
+        for s in range(mask_sets)
+        for i in range(examples)
+    ]
+    flat_positions = np.concatenate([np.zeros(0, np.int64), *positions])
+    return Block(
+        input_ids=rng.integers(5, 100, lengths.sum()).astype(np.uint16),
+        lengths=lengths.astype(np.uint16),
+        segment_a_lengths=rng.integers(2, lengths).astype(np.uint16),
+        nsp_labels=rng.integers(0, 2, examples).astype(np.int8),
+        mask_counts=counts.astype(np.uint16),
+        mask_positions=flat_positions.astype(np.uint16),
+        mask_inputs=rng.integers(4, 100, len(flat_positions)).astype(np.uint16),
+    )
