@@ -1,0 +1,239 @@
+"""Stage 2: one bucket -> pairs -> shuffled examples -> masks -> blocks -> shards. One task per bucket.
+
+Documents are put in the order of their keys first, and every random number comes from (seed, split, bucket, ...), so the
+bytes of a shard do not depend on tasks, workers or restarts.
+
+Legend: `E` examples, `N` tokens, `M` mask sets.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datatrove.pipeline.base import PipelineStep
+
+from data_pipeline.artefacts import write_text
+from data_pipeline.execution import end_with_parent
+from data_pipeline.masking import MaskingRule, MaskSet, draw_masks, mask_rng
+from data_pipeline.pairs import Pairs, build_pairs
+from data_pipeline.records import Block
+from data_pipeline.shards import ShardRecord, ShardWriter
+from data_pipeline.stats import BucketStats
+from data_pipeline.token_store import Documents, TokenFile, concatenate, id_dtype, ranges
+from data_pipeline.tokenize_stage import Groups
+from data_pipeline.tokenizer import Tokenizer, load_tokenizer
+
+SPLITS = ("train", "validation")
+
+# What a random stream is for: the first number after the seed, so that no two uses share a stream.
+_PAIRS, _ORDER, _MASKS = 1, 2, 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AssembleSettings:
+    """What stage 2 does with a bucket; each field is a key of `[data]` or the seed."""
+
+    seed: int
+    max_seq_length: int
+    short_seq_prob: float
+    mask_prob: float
+    max_predictions: int
+    mask_sets: int
+    whole_word: bool
+    dupes: int
+    block_examples: int
+    shard_megabytes: float
+
+
+def masking_rule(tokenizer: Tokenizer, settings: AssembleSettings) -> MaskingRule:
+    """The masking that the settings ask for, with this vocabulary."""
+    predictable = np.ones(tokenizer.vocab_size, bool)
+    special = [tokenizer.pad_id, tokenizer.unk_id, tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id]
+    predictable[special] = False
+    return MaskingRule(
+        probability=settings.mask_prob,
+        limit=settings.max_predictions,
+        mask_id=tokenizer.mask_id,
+        predictable=predictable,
+        ordinary_ids=tokenizer.ordinary_ids,
+        word_starts=tokenizer.word_starts,
+        whole_word=settings.whole_word,
+    )
+
+
+def read_bucket(files: list[TokenFile], group: int, dtype: np.dtype) -> Documents:
+    """All documents of a group, ordered by key; the same however the corpus was cut into tasks.
+
+    Documents that share a key (nothing forbids it in a JSONL file) are ordered by their ids.
+    """
+    documents = concatenate([file.read(group) for file in files], dtype)
+    keys = documents.keys
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    if any(keys[a] == keys[b] for a, b in itertools.pairwise(order)):
+        ends = np.cumsum(documents.token_counts()).tolist()
+        starts = [0, *ends[:-1]]
+        order.sort(key=lambda i: (keys[i], documents.ids[starts[i] : ends[i]].tobytes()))
+    return documents.take(np.array(order, np.int64))
+
+
+def shuffled_pairs(documents: Documents, settings: AssembleSettings, place: tuple[int, int]) -> Pairs:
+    """The pairs of all dupes of a bucket in random order.
+
+    Args:
+        documents: of the bucket, ordered by key.
+        settings: of the build.
+        place: number of the split, number of the bucket.
+    """
+    parts = [
+        build_pairs(
+            documents.sentence_counts,
+            documents.sentence_lengths,
+            max_seq_length=settings.max_seq_length,
+            short_seq_prob=settings.short_seq_prob,
+            rng=mask_rng(settings.seed, _PAIRS, *place, dupe),
+        )
+        for dupe in range(settings.dupes)
+    ]
+    pairs = Pairs.joined(parts)
+    return pairs.take(mask_rng(settings.seed, _ORDER, *place).permutation(len(pairs.labels)))
+
+
+def gather_examples(ids: np.ndarray, pairs: Pairs, cls_id: int, sep_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of all pairs as `[CLS] A [SEP] B [SEP]` end to end (N,), and the length of each (E,).
+
+    Args:
+        ids: of the bucket; the pairs are ranges in it.
+        pairs: a block of them.
+        cls_id: begins an example.
+        sep_id: ends each part.
+    """
+    pool = np.append(ids, np.array([cls_id, sep_id], ids.dtype))
+    cls_at, sep_at, one = len(ids), len(ids) + 1, np.ones_like(pairs.a_lengths)
+    starts = np.stack([one * cls_at, pairs.a_starts, one * sep_at, pairs.b_starts, one * sep_at], axis=1)
+    lengths = np.stack([one, pairs.a_lengths, one, pairs.b_lengths, one], axis=1)
+    return pool[ranges(starts.ravel(), lengths.ravel())], lengths.sum(axis=1)
+
+
+def make_block(
+    ids: np.ndarray, pairs: Pairs, tokenizer: Tokenizer, rule: MaskingRule, generators: list[np.random.Generator]
+) -> Block:
+    """One block: the examples of these pairs, masked once per generator."""
+    input_ids, lengths = gather_examples(ids, pairs, tokenizer.cls_id, tokenizer.sep_id)
+    sets: list[MaskSet] = [draw_masks(input_ids, lengths, rule, rng) for rng in generators]
+    none = [np.zeros(0, np.uint16)]
+    return Block(
+        input_ids=input_ids,
+        lengths=lengths.astype(np.uint16),
+        segment_a_lengths=(pairs.a_lengths + 2).astype(np.uint16),
+        nsp_labels=pairs.labels,
+        mask_counts=np.array([each.counts for each in sets], np.uint16).reshape(len(sets), len(lengths)),
+        mask_positions=np.concatenate(none + [each.positions for each in sets]),
+        mask_inputs=np.concatenate([np.zeros(0, input_ids.dtype)] + [each.inputs for each in sets]),
+    )
+
+
+def write_bucket(
+    documents: Documents,
+    *,
+    directory: Path,
+    split: str,
+    bucket: int,
+    tokenizer: Tokenizer,
+    settings: AssembleSettings,
+) -> tuple[list[ShardRecord], BucketStats]:
+    """Write all shards of a bucket.
+
+    Raises:
+        SingleDocumentError: the bucket holds one document.
+    """
+    place = SPLITS.index(split), bucket
+    rule = masking_rule(tokenizer, settings)
+    stats = BucketStats.empty(settings.max_seq_length)
+    records: list[ShardRecord] = []
+    if not documents.keys:
+        return records, stats
+    pairs = shuffled_pairs(documents, settings, place)
+    stats.count_documents(documents, pairs)
+    writer: ShardWriter | None = None
+    try:
+        for number, start in enumerate(range(0, len(pairs.labels), settings.block_examples)):
+            chosen = pairs.take(np.arange(start, min(start + settings.block_examples, len(pairs.labels))))
+            generators = [mask_rng(settings.seed, _MASKS, *place, number, s) for s in range(settings.mask_sets)]
+            block = make_block(documents.ids, chosen, tokenizer, rule, generators)
+            stats.count_block(block, tokenizer)
+            if writer is None:
+                writer = ShardWriter(directory, f"shard-{bucket:05d}-{len(records):04d}.tar")
+            writer.add(f"{bucket:05d}-{number:07d}", block)
+            if writer.bytes >= settings.shard_megabytes * 1e6:
+                records.append(writer.close())
+                writer = None
+        if writer is not None:
+            records.append(writer.close())
+    except BaseException:
+        if writer is not None:
+            writer.abandon()
+        raise
+    return records, stats
+
+
+class AssembleStep(PipelineStep):
+    """Write the shards of one bucket; what was written is noted in a part file beside the completion marker.
+
+    Args:
+        token_files: stage-1 files of all tasks.
+        tokenizer_dir: the tokenizer that stage 1 used.
+        output_dir: receives `train/` and `validation/`.
+        parts_dir: receives one JSON file per bucket.
+        groups: splits and buckets.
+        settings: per split.
+    """
+
+    name = "Assemble"
+    type = "Clozeworks"
+
+    def __init__(
+        self,
+        *,
+        token_files: list[Path],
+        tokenizer_dir: Path,
+        output_dir: Path,
+        parts_dir: Path,
+        groups: Groups,
+        settings: dict[str, AssembleSettings],
+    ) -> None:
+        super().__init__()
+        self.token_files = token_files
+        self.tokenizer_dir = tokenizer_dir
+        self.output_dir = output_dir
+        self.parts_dir = parts_dir
+        self.groups = groups
+        self.settings = settings
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+        """Assemble group `rank`; yields nothing."""
+        end_with_parent()
+        split, bucket = self.groups.place(rank)
+        if split in self.settings:
+            tokenizer = load_tokenizer(self.tokenizer_dir)
+            files = [TokenFile(path) for path in self.token_files]
+            records, stats = write_bucket(
+                read_bucket(files, rank, id_dtype(tokenizer.vocab_size)),
+                directory=self.output_dir / split,
+                split=split,
+                bucket=bucket,
+                tokenizer=tokenizer,
+                settings=self.settings[split],
+            )
+            part = {"shards": [record.to_json() for record in records], "stats": stats.to_json()}
+            write_text(part_path(self.parts_dir, split, bucket), json.dumps(part))
+        yield from ()
+
+
+def part_path(directory: Path, split: str, bucket: int) -> Path:
+    """The note on one bucket."""
+    return directory / f"{split}-{bucket:05d}.json"

@@ -1,0 +1,192 @@
+"""Sentence pairs for next sentence prediction, from sentence lengths alone.
+
+BERT (arXiv:1810.04805, section 3.1 and appendix A.2): half of the pairs are two parts of one document that follow each
+other, half take their second part from another document; the sentences that a random pair did not use are put back.
+A pair is two ranges of tokens, so building it never touches an id.
+
+Where this is more exact than the original: the target length is drawn per pair (a short draw does not shorten a
+whole book), and labels balance. A chunk of one sentence has nothing that follows, so its pair is always random; each
+such pair that should have been a continuation is made up for by the next random draw that can be turned.
+
+Legend: `D` documents, `S` sentences, `E` pairs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+NEXT = 0
+RANDOM = 1
+STRUCTURAL_TOKENS = 3
+"""[CLS] A [SEP] B [SEP]"""
+
+_DRAWS = 4096
+
+
+class SingleDocumentError(ValueError):
+    """A random second part needs another document, and there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pairs:
+    """Pairs as token ranges in the ids of one bucket.
+
+    Attributes:
+        a_starts, a_lengths: (E,) int64, the first part; at least one token.
+        b_starts, b_lengths: (E,) int64, the second part; at least one token.
+        labels: (E,) int8, `NEXT` or `RANDOM`.
+        a_documents, b_documents: (E,) int64, which document each part comes from.
+        truncated: tokens that truncation cut off, of all pairs.
+        forced_random: pairs that are random only because their chunk was a single sentence.
+    """
+
+    a_starts: np.ndarray
+    a_lengths: np.ndarray
+    b_starts: np.ndarray
+    b_lengths: np.ndarray
+    labels: np.ndarray
+    a_documents: np.ndarray
+    b_documents: np.ndarray
+    truncated: int
+    forced_random: int
+
+    def take(self, order: np.ndarray) -> Pairs:
+        """The pairs at these places, in this order; the counts stay those of all."""
+        columns = {name: getattr(self, name)[order] for name in _COLUMNS}
+        return replace(self, **columns)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Pairs]) -> Pairs:
+        """The pairs of all parts, in order."""
+        return cls(
+            **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS},
+            truncated=sum(part.truncated for part in parts),
+            forced_random=sum(part.forced_random for part in parts),
+        )
+
+
+_COLUMNS = tuple(name for name in Pairs.__slots__ if name not in ("truncated", "forced_random"))
+
+
+def build_pairs(
+    sentence_counts: np.ndarray,
+    sentence_lengths: np.ndarray,
+    *,
+    max_seq_length: int,
+    short_seq_prob: float,
+    rng: np.random.Generator,
+) -> Pairs:
+    """Pair up every sentence of the documents.
+
+    Args:
+        sentence_counts: (D,) sentences of each document, at least 1.
+        sentence_lengths: (S,) tokens of each sentence, at least 1.
+        max_seq_length: upper limit of an example, the three structural tokens included.
+        short_seq_prob: share of pairs with a random, shorter target length.
+        rng: every draw comes from here; the same state gives the same pairs.
+
+    Raises:
+        SingleDocumentError: fewer than two documents.
+    """
+    if len(sentence_counts) < 2:
+        raise SingleDocumentError(
+            f"next sentence pairs need at least 2 documents, here is {len(sentence_counts)}: "
+            "a random second part must come from another document"
+        )
+    room = max_seq_length - STRUCTURAL_TOKENS
+    rows, forced_random = _choose_sentences(sentence_counts, sentence_lengths, room, short_seq_prob, rng)
+    token_starts = np.concatenate([[0], np.cumsum(sentence_lengths)])
+    a_document, a_first, a_end, b_document, b_first, b_end, labels = rows
+    a_starts, b_starts = token_starts[a_first], token_starts[b_first]
+    a_lengths, b_lengths = token_starts[a_end] - a_starts, token_starts[b_end] - b_starts
+    cut_a, cut_b = _truncation(a_lengths, b_lengths, room)
+    # Each cut token leaves from the front or the back with equal chance.
+    front_a, front_b = rng.binomial(cut_a, 0.5), rng.binomial(cut_b, 0.5)
+    return Pairs(
+        a_starts=a_starts + front_a,
+        a_lengths=a_lengths - cut_a,
+        b_starts=b_starts + front_b,
+        b_lengths=b_lengths - cut_b,
+        labels=labels.astype(np.int8),
+        a_documents=a_document,
+        b_documents=b_document,
+        truncated=int(cut_a.sum() + cut_b.sum()),
+        forced_random=forced_random,
+    )
+
+
+def _choose_sentences(
+    sentence_counts: np.ndarray,
+    sentence_lengths: np.ndarray,
+    room: int,
+    short_seq_prob: float,
+    rng: np.random.Generator,
+) -> tuple[np.ndarray, int]:
+    """Which sentences make each pair: (7, E) rows of [A document, first, end, B document, first, end, label]."""
+    document_ends = np.cumsum(sentence_counts).tolist()
+    # ends[i] is the number of tokens before sentence i, so that a chunk is one bisection, not a loop over sentences.
+    before = [0, *np.cumsum(sentence_lengths).tolist()]
+    documents = len(document_ends)
+    draws = _draws(rng)
+    rows: list[tuple[int, int, int, int, int, int, int]] = []
+    append = rows.append
+    owed = forced_random = 0
+    coin = RANDOM
+    antithetic = False
+    i = 0
+    for document, document_end in enumerate(document_ends):
+        while i < document_end:
+            short, length, split, partner, place, toss = next(draws)
+            target = 2 + int(length * (room - 1)) if short < short_seq_prob else room
+            chunk_end = min(bisect_left(before, before[i] + target, i + 1, document_end), document_end)
+            sentences = chunk_end - i
+            a_end = i + 1 + int(split * (sentences - 1)) if sentences > 1 else chunk_end
+            # Tosses come in opposite pairs: the labels of a bucket balance exactly, not only on average.
+            coin = 1 - coin if antithetic else int(toss < 0.5)
+            antithetic = not antithetic
+            label = coin
+            if sentences == 1:
+                if label == NEXT:
+                    owed += 1
+                forced_random += label == NEXT
+                label = RANDOM
+            elif label == RANDOM and owed:
+                owed -= 1
+                label = NEXT
+            if label == NEXT:
+                append((document, i, a_end, document, a_end, chunk_end, NEXT))
+                i = chunk_end
+                continue
+            other = int(partner * (documents - 1))
+            other += other >= document
+            first = document_ends[other - 1] if other else 0
+            other_end = document_ends[other]
+            b_first = first + int(place * (other_end - first))
+            b_target = max(1, target - (before[a_end] - before[i]))
+            b_end = min(bisect_left(before, before[b_first] + b_target, b_first + 1, other_end), other_end)
+            append((document, i, a_end, other, b_first, b_end, RANDOM))
+            i = a_end  # what the chunk held beyond A is put back
+    return np.array(rows, np.int64).T, forced_random
+
+
+def _draws(rng: np.random.Generator) -> Iterator[list[float]]:
+    """Rows of six uniform numbers, drawn many at a time."""
+    while True:
+        yield from rng.random((_DRAWS, 6)).tolist()
+
+
+def _truncation(a_lengths: np.ndarray, b_lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens to cut from A and from B, (E,) each: always from the longer part, one by one, from B where they tie.
+
+    Lengths 100 and 40 with room 120 give cuts 20 and 0; 100 and 90 with room 120 give 40 and 30.
+    """
+    excess = np.maximum(a_lengths + b_lengths - room, 0)
+    difference = a_lengths - b_lengths
+    from_longer = np.minimum(excess, np.abs(difference))
+    rest = excess - from_longer
+    cut_a = np.where(difference > 0, from_longer, 0) + rest // 2
+    return cut_a, excess - cut_a

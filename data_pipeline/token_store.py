@@ -1,0 +1,246 @@
+"""The file of stage 1: tokenised documents as columns, with an offset table per bucket.
+
+One task writes one file, whatever the number of buckets, and stage 2 reads one bucket out of every file by byte range. A
+writer holds at most `SEGMENT_TOKENS` ids in memory; then it sorts them by bucket and appends a *segment*.
+
+Layout, little-endian: segments, the table (segments, groups, 5) int64 of [offset, documents, key bytes, sentences,
+tokens], the footer (JSON), its length (uint64), MAGIC. A segment holds for each group: lengths of the document keys
+(uint32), sentences per document (uint32), tokens per sentence (uint32), ids (uint16 or uint32), the keys (UTF-8).
+
+Legend: `D` documents, `S` sentences, `N` tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+MAGIC = b"CLZTOK01"
+SEGMENT_TOKENS = 8_000_000
+"""Ids in memory before a segment is written: about 130 MB at the peak, while they are sorted by bucket."""
+
+_TAIL = struct.Struct("<Q8s")
+_COLUMNS = 5
+
+
+class TokenStoreError(ValueError):
+    """A stage-1 file that cannot be used; the message names it and says what to do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Documents:
+    """Tokenised documents as columns.
+
+    Attributes:
+        keys: D document keys.
+        sentence_counts: (D,) int64, sentences of each document, at least 1.
+        sentence_lengths: (S,) int64, tokens of each sentence, at least 1.
+        ids: (N,) uint16 or uint32, all sentences end to end, no special tokens.
+    """
+
+    keys: list[str]
+    sentence_counts: np.ndarray
+    sentence_lengths: np.ndarray
+    ids: np.ndarray
+
+    def token_counts(self) -> np.ndarray:
+        """(D,) int64, tokens of each document."""
+        ends = np.concatenate([[0], np.cumsum(self.sentence_lengths)])
+        last = np.cumsum(self.sentence_counts)
+        return ends[last] - ends[last - self.sentence_counts]
+
+    def take(self, order: np.ndarray) -> Documents:
+        """The documents at these places, in this order."""
+        sentence_starts = np.cumsum(self.sentence_counts) - self.sentence_counts
+        tokens = self.token_counts()
+        token_starts = np.cumsum(tokens) - tokens
+        return Documents(
+            keys=[self.keys[i] for i in order.tolist()],
+            sentence_counts=self.sentence_counts[order],
+            sentence_lengths=self.sentence_lengths[ranges(sentence_starts[order], self.sentence_counts[order])],
+            ids=self.ids[ranges(token_starts[order], tokens[order])],
+        )
+
+
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Indices of `[start, start + length)` end to end: starts [5, 0], lengths [2, 3] give [5, 6, 0, 1, 2]."""
+    ends = np.cumsum(lengths)
+    indices = np.repeat(starts - (ends - lengths), lengths)
+    indices += np.arange(len(indices), dtype=indices.dtype)
+    return indices
+
+
+def concatenate(parts: Sequence[Documents], dtype: np.dtype) -> Documents:
+    """All documents of the parts, in order; ids in `dtype` when there are none."""
+    if not parts:
+        none = np.zeros(0, np.int64)
+        return Documents(keys=[], sentence_counts=none, sentence_lengths=none, ids=np.zeros(0, dtype))
+    return Documents(
+        keys=[key for part in parts for key in part.keys],
+        sentence_counts=np.concatenate([part.sentence_counts for part in parts]),
+        sentence_lengths=np.concatenate([part.sentence_lengths for part in parts]),
+        ids=np.concatenate([part.ids for part in parts]),
+    )
+
+
+def key_hash(key: str) -> int:
+    """64 bits of a document key, the same in every process and on every machine."""
+    return int.from_bytes(
+        hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8, person=b"bucket").digest(), "little"
+    )
+
+
+def id_dtype(vocab_size: int) -> np.dtype:
+    """The narrowest unsigned type that holds every id of a vocabulary, at least 16 bits."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+class TokenWriter:
+    """Appends documents to an open stage-1 file; `close` writes table and footer.
+
+    Args:
+        file: open for binary writing, at position 0.
+        groups: number of groups (buckets of all splits).
+        dtype: of the stored ids, see `id_dtype`.
+        segment_tokens: ids held in memory before a segment is written.
+    """
+
+    def __init__(self, file: IO[bytes], *, groups: int, dtype: np.dtype, segment_tokens: int = SEGMENT_TOKENS) -> None:
+        self._file = file
+        self._groups = groups
+        self._dtype = dtype
+        self._segment_tokens = segment_tokens
+        self._held: list[Documents] = []
+        self._held_groups: list[np.ndarray] = []
+        self._held_tokens = 0
+        self._table: list[np.ndarray] = []
+
+    def add(self, documents: Documents, groups: np.ndarray) -> None:
+        """Append documents; `groups` (D,) names the group of each."""
+        self._held.append(documents)
+        self._held_groups.append(groups)
+        self._held_tokens += len(documents.ids)
+        if self._held_tokens >= self._segment_tokens:
+            self._write_segment()
+
+    def close(self, footer: dict[str, Any]) -> None:
+        """Write what is held, the table and the footer. The file stays open, for the caller to sync."""
+        self._write_segment()
+        table = np.array(self._table, "<i8").reshape(len(self._table), self._groups, _COLUMNS)
+        self._file.write(table.tobytes())
+        own = {"dtype": self._dtype.str, "groups": self._groups, "segments": len(self._table)}
+        text = json.dumps(footer | own, sort_keys=True).encode()
+        self._file.write(text + _TAIL.pack(len(text), MAGIC))
+
+    def _write_segment(self) -> None:
+        if not self._held:
+            return
+        documents = concatenate(self._held, self._dtype)
+        groups = np.concatenate(self._held_groups)
+        self._held, self._held_groups, self._held_tokens = [], [], 0
+        order = np.argsort(groups, kind="stable")
+        documents = documents.take(order)
+        document_ends = np.cumsum(np.bincount(groups, minlength=self._groups))
+        sentence_ends = np.concatenate([[0], np.cumsum(documents.sentence_counts)])
+        token_ends = np.concatenate([[0], np.cumsum(documents.sentence_lengths)])
+        rows = np.zeros((self._groups, _COLUMNS), np.int64)
+        for group in range(self._groups):
+            d0, d1 = int(document_ends[group - 1]) if group else 0, int(document_ends[group])
+            s0, s1 = int(sentence_ends[d0]), int(sentence_ends[d1])
+            n0, n1 = int(token_ends[s0]), int(token_ends[s1])
+            keys = [key.encode("utf-8", "surrogatepass") for key in documents.keys[d0:d1]]
+            text = b"".join(keys)
+            rows[group] = self._file.tell(), d1 - d0, len(text), s1 - s0, n1 - n0
+            self._file.write(np.array([len(key) for key in keys], "<u4").tobytes())
+            self._file.write(documents.sentence_counts[d0:d1].astype("<u4").tobytes())
+            self._file.write(documents.sentence_lengths[s0:s1].astype("<u4").tobytes())
+            self._file.write(documents.ids[n0:n1].astype(self._dtype, copy=False).tobytes())
+            self._file.write(text)
+        self._table.append(rows)
+
+
+class TokenFile:
+    """A finished stage-1 file.
+
+    Args:
+        path: what `TokenWriter` wrote.
+
+    Raises:
+        TokenStoreError: missing, truncated or of another kind.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                tail = self._at(file, size - _TAIL.size, _TAIL.size)
+                length, magic = _TAIL.unpack(tail)
+                if magic != MAGIC:
+                    raise self._damaged("it does not end with the mark of such a file")
+                self.footer: dict[str, Any] = json.loads(self._at(file, size - _TAIL.size - length, length))
+                shape = (self.footer["segments"], self.footer["groups"], _COLUMNS)
+                table_bytes = 8 * int(np.prod(shape))
+                table = self._at(file, size - _TAIL.size - length - table_bytes, table_bytes)
+        except (OSError, json.JSONDecodeError, KeyError) as error:
+            raise self._damaged(str(error)) from error
+        self.table = np.frombuffer(table, "<i8").reshape(shape)
+        self.dtype = np.dtype(self.footer["dtype"])
+
+    def documents_per_group(self) -> np.ndarray:
+        """(groups,) int64, documents of each group."""
+        return self.table[:, :, 1].sum(axis=0)
+
+    def tokens_per_group(self) -> np.ndarray:
+        """(groups,) int64, tokens of each group."""
+        return self.table[:, :, 4].sum(axis=0)
+
+    def read(self, group: int) -> Documents:
+        """All documents of a group, in the order in which they were written.
+
+        Raises:
+            TokenStoreError: the file is shorter than its table says.
+        """
+        parts = []
+        with self.path.open("rb") as file:
+            for offset, documents, key_bytes, sentences, tokens in self.table[:, group].tolist():
+                if not documents:
+                    continue
+                sizes = (4 * documents, 4 * documents, 4 * sentences, self.dtype.itemsize * tokens, key_bytes)
+                data = memoryview(self._at(file, offset, sum(sizes)))
+                ends = np.cumsum(sizes).tolist()
+                key_lengths = np.frombuffer(data[: ends[0]], "<u4").tolist()
+                text = bytes(data[ends[3] :])
+                keys, start = [], 0
+                for key_length in key_lengths:
+                    keys.append(text[start : start + key_length].decode("utf-8", "surrogatepass"))
+                    start += key_length
+                parts.append(
+                    Documents(
+                        keys=keys,
+                        sentence_counts=np.frombuffer(data[ends[0] : ends[1]], "<u4").astype(np.int64),
+                        sentence_lengths=np.frombuffer(data[ends[1] : ends[2]], "<u4").astype(np.int64),
+                        ids=np.frombuffer(data[ends[2] : ends[3]], self.dtype),
+                    )
+                )
+        return concatenate(parts, self.dtype)
+
+    def _at(self, file: IO[bytes], offset: int, length: int) -> bytes:
+        if offset < 0:
+            raise self._damaged("it is too short")
+        file.seek(offset)
+        data = file.read(length)
+        if len(data) != length:
+            raise self._damaged("it is too short")
+        return data
+
+    def _damaged(self, why: str) -> TokenStoreError:
+        return TokenStoreError(f"{self.path}: not a complete stage-1 file ({why}); remove it and build again")

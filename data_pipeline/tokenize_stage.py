@@ -1,0 +1,186 @@
+"""Stage 1: documents -> sentences -> ids -> buckets. One task per input partition, one file per task.
+
+A step of a `datatrove` pipeline: any of its executors (local processes, Slurm arrays) runs it, marks a finished task and
+skips it on a rerun. The bucket of a document is a hash of its key, so a bucket is a random sample of the corpus and does
+not depend on how the input was cut into tasks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+
+from data_pipeline.artefacts import atomic_writer
+from data_pipeline.execution import end_with_parent
+from data_pipeline.token_store import Documents, TokenWriter, id_dtype, key_hash
+from data_pipeline.tokenizer import Tokenizer, load_tokenizer
+
+BATCH_CHARACTERS = 1_000_000
+"""Text that is encoded at once: enough to keep the encoder busy, little beside what a segment holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Groups:
+    """Which group of the stage-1 files a document belongs to: training buckets first, then held-out ones.
+
+    Attributes:
+        train_buckets: buckets of the training part.
+        validation_buckets: buckets of the held-out part; its size goes with the share that is held out.
+        held_out: share of documents held out.
+    """
+
+    train_buckets: int
+    validation_buckets: int
+    held_out: float
+
+    @classmethod
+    def of(cls, buckets: int, held_out: float) -> Groups:
+        """As many held-out buckets as keep them about as large as the training ones, at least one."""
+        return cls(train_buckets=buckets, validation_buckets=max(1, round(buckets * held_out)), held_out=held_out)
+
+    @property
+    def count(self) -> int:
+        """All groups."""
+        return self.train_buckets + self.validation_buckets
+
+    def place(self, group: int) -> tuple[str, int]:
+        """Split ("train" or "validation") and bucket of a group."""
+        if group < self.train_buckets:
+            return "train", group
+        return "validation", group - self.train_buckets
+
+    def of_split(self, split: str) -> range:
+        """The groups of a split."""
+        if split == "train":
+            return range(self.train_buckets)
+        return range(self.train_buckets, self.count)
+
+    def find(self, key: str, is_held_out: Callable[[str, float], bool]) -> int:
+        """The group of a document key."""
+        if self.held_out and is_held_out(key, self.held_out):
+            return self.train_buckets + key_hash(key) % self.validation_buckets
+        return key_hash(key) % self.train_buckets
+
+
+def batches(documents: Iterable[Document], characters: int = BATCH_CHARACTERS) -> Iterator[list[Document]]:
+    """Documents in lists of about this much text."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if size >= characters:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def tokenize_batch(
+    batch: list[Document], tokenizer: Tokenizer, split_sentences: Callable[[str], list[str]], counts: Counter[str]
+) -> Documents:
+    """Split and encode documents; those without a token are dropped and counted by reason, as are empty sentences.
+
+    Counts: documents, documents_kept, dropped:empty, dropped:blank, dropped:no_tokens, sentences, sentences_no_tokens, tokens,
+    unknown_tokens, overlong_words, removed_marks, characters.
+    """
+    keys: list[str] = []
+    sentences: list[str] = []
+    per_document: list[int] = []
+    counts["documents"] += len(batch)
+    for document in batch:
+        text = document.text
+        counts["characters"] += len(text)
+        if not text:
+            counts["dropped:empty"] += 1
+        elif text.isspace():
+            counts["dropped:blank"] += 1
+        else:
+            parts = split_sentences(text)
+            keys.append(document.id)
+            sentences += parts
+            per_document.append(len(parts))
+    ids, lengths = tokenizer.encode_flat(sentences)
+    sentence_counts = np.array(per_document, np.int64)
+    has_tokens = lengths > 0
+    owner = np.repeat(np.arange(len(keys)), sentence_counts)
+    sentence_counts = np.bincount(owner[has_tokens], minlength=len(keys))
+    kept = sentence_counts > 0
+    counts["dropped:no_tokens"] += len(keys) - int(kept.sum())
+    counts["documents_kept"] += int(kept.sum())
+    counts["sentences"] += int(has_tokens.sum())
+    counts["sentences_no_tokens"] += len(sentences) - int(has_tokens.sum())
+    counts["tokens"] += len(ids)
+    unknown = np.flatnonzero(ids == tokenizer.unk_id)
+    counts["unknown_tokens"] += len(unknown)
+    if len(unknown):  # an over-long word is an unknown token, so only such sentences can hold one
+        suspects = np.unique(np.searchsorted(np.cumsum(lengths), unknown, side="right"))
+        counts["overlong_words"] += tokenizer.count_overlong_words([sentences[i] for i in suspects.tolist()])
+    counts["removed_marks"] += tokenizer.count_removed_marks(sentences)
+    return Documents(
+        keys=[key for key, keep in zip(keys, kept.tolist(), strict=True) if keep],
+        sentence_counts=sentence_counts[kept],
+        sentence_lengths=lengths[has_tokens],
+        ids=ids.astype(id_dtype(tokenizer.vocab_size)),
+    )
+
+
+class TokenizeStep(PipelineStep):
+    """Write one stage-1 file from the documents of one task.
+
+    Args:
+        tokenizer_dir: a saved tokenizer.
+        output_dir: receives `task-NNNNN.tokens`.
+        groups: splits and buckets.
+        split_sentences: text of a document -> its sentences.
+        is_held_out: (document key, share) -> whether it belongs to the held-out part.
+        source_counts: what the reader counted (dropped documents, undecodable bytes), asked once it is exhausted.
+    """
+
+    name = "Tokenize"
+    type = "Clozeworks"
+
+    def __init__(
+        self,
+        *,
+        tokenizer_dir: Path,
+        output_dir: Path,
+        groups: Groups,
+        split_sentences: Callable[[str], list[str]],
+        is_held_out: Callable[[str, float], bool],
+    ) -> None:
+        super().__init__()
+        self.tokenizer_dir = tokenizer_dir
+        self.output_dir = output_dir
+        self.groups = groups
+        self.split_sentences = split_sentences
+        self.is_held_out = is_held_out
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+        """Consume the documents of task `rank`; yields nothing."""
+        end_with_parent()
+        tokenizer = load_tokenizer(self.tokenizer_dir)
+        counts: Counter[str] = Counter()
+        with atomic_writer(task_path(self.output_dir, rank)) as file:
+            writer = TokenWriter(file, groups=self.groups.count, dtype=id_dtype(tokenizer.vocab_size))
+            for batch in batches(data):
+                with self.track_time("batch"):
+                    documents = tokenize_batch(batch, tokenizer, self.split_sentences, counts)
+                    found = [self.groups.find(key, self.is_held_out) for key in documents.keys]
+                    writer.add(documents, np.array(found, np.int64))
+            writer.close({"counts": dict(counts), "tokenizer": tokenizer.fingerprint})
+        for name, value in counts.items():
+            self.stat_update(name, value=value)
+        yield from ()
+
+
+def task_path(directory: Path, task: int) -> Path:
+    """The stage-1 file of a task."""
+    return directory / f"task-{task:05d}.tokens"
