@@ -1,0 +1,103 @@
+"""Reading a Hugging Face folder into the encoder."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from pretrain.encoder import BertForPreTraining
+from pretrain.hf_config import InterchangeError, from_hf_config
+from pretrain.model_config import EncoderConfig
+from pretrain.name_map import NAMES, current_names, from_hf_tensors
+
+
+class ImportedModel(NamedTuple):
+    """What a folder held.
+
+    Attributes:
+        config: the encoder; `pooler` and `sentence_objective` say what the weights had.
+        model: in evaluation mode, fp32, on the CPU.
+        missing: our tensors that the folder lacks (a whole head, say); they hold their random start.
+        unused: tensors of the folder that have no place here.
+    """
+
+    config: EncoderConfig
+    model: BertForPreTraining
+    missing: list[str]
+    unused: list[str]
+
+
+def import_from_hf(directory: str | Path, **overrides: Any) -> ImportedModel:
+    """Read config.json and the weights of a BERT, RoBERTa, ALBERT, DistilBERT or ModernBERT folder.
+
+    Args:
+        directory: holds config.json and model.safetensors or pytorch_model.bin.
+        overrides: fields of `EncoderConfig` to set instead of what the folder says, dropout for example.
+
+    Raises:
+        InterchangeError: a file is missing or damaged, the model is of another kind, tensors of the encoder itself are
+            missing, or shapes differ from config.json.
+    """
+    directory = Path(directory)
+    content = _read_config(directory / "config.json")
+    config = from_hf_config(content, str(directory / "config.json"))
+    tensors = current_names(_read_weights(directory), config.architecture)
+    table = NAMES[config.architecture]
+    present = {ours: f"{theirs[0]}.weight" in tensors for ours, theirs in table.heads}
+    poolers = [f"{table.prefix}.{theirs[0]}.weight" for ours, theirs in table.encoder if ours == "encoder.pooler"]
+    seen = {
+        "pooler": any(name in tensors for name in poolers),
+        "sentence_objective": "none",
+    }
+    if present.get("sentence_head.classifier") and seen["pooler"]:
+        seen["sentence_objective"] = "sop" if config.architecture == "albert" else "nsp"
+    config = EncoderConfig.model_validate({**config.model_dump(), **seen, **overrides})
+    model = BertForPreTraining(config)
+    try:
+        state, missing, unused = from_hf_tensors(tensors, model.state_dict(), config)
+    except ValueError as error:
+        raise InterchangeError(f"{directory}: {error}") from error
+    lost = [name for name in missing if name.startswith("encoder.") and not name.startswith("encoder.pooler")]
+    if lost:
+        raise InterchangeError(f"{directory}: the weights lack {', '.join(lost)}")
+    model.load_state_dict({**model.state_dict(), **state})
+    return ImportedModel(config, model.float().eval(), missing, unused)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InterchangeError(f"{path}: cannot be read ({error.strerror}); expected a Hugging Face folder") from error
+    except ValueError as error:
+        raise InterchangeError(f"{path}: not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise InterchangeError(f"{path}: expected a JSON object")
+    return content
+
+
+def _read_weights(directory: Path) -> dict[str, torch.Tensor]:
+    """All floating tensors as fp32; a .bin is unpickled with nothing but tensors allowed."""
+    try:
+        if (directory / "model.safetensors").is_file():
+            tensors = load_file(directory / "model.safetensors")
+        elif (directory / "pytorch_model.bin").is_file():
+            tensors = torch.load(directory / "pytorch_model.bin", map_location="cpu", weights_only=True)
+        else:
+            raise InterchangeError(f"{directory}: expected model.safetensors or pytorch_model.bin")
+    except (SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
+        if isinstance(error, InterchangeError):
+            raise
+        raise InterchangeError(f"{directory}: the weights cannot be read ({error})") from error
+    except pickle.UnpicklingError as error:
+        raise InterchangeError(
+            f"{directory}/pytorch_model.bin: holds more than tensors and is not unpickled; convert it to safetensors"
+        ) from error
+    # Integer tensors are buffers (position ids in old files).
+    return {name: tensor.float() for name, tensor in tensors.items() if tensor.is_floating_point()}
