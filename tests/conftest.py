@@ -31,6 +31,12 @@ def write_dataset() -> Callable[..., ShardIndex]:
     return _write_dataset
 
 
+@pytest.fixture(scope="session")
+def make_block() -> Callable[..., Block]:
+    """A function that makes a block of random examples, see `random_block`."""
+    return random_block
+
+
 def _write_dataset(
     directory: Path, *, shards: int = 2, blocks: int = 3, examples: int = 5, mask_sets: int = 2, seed: int = 0
 ) -> ShardIndex:
