@@ -1,12 +1,12 @@
 """Checkpoints that are complete or absent: written aside, synced, hashed, renamed; the newest whole one wins.
 
-    checkpoints/
-      step-000000200/
-        manifest.json        size and sha256 of every other file; written last
-        trainer_state.json   schema, run id, step, loader state, world size, fingerprints, configuration
-        model.safetensors    all weights in fp32, for the export and for reading without DeepSpeed
-        deepspeed/           DeepSpeed's own files: weights, optimizer, fp32 masters, cut by rank
-      latest                 name of the newest one, for people; resuming looks at the folders themselves
+checkpoints/
+  step-000000200/
+    manifest.json        size and sha256 of every other file; written last
+    trainer_state.json   schema, run id, step, loader state, world size, fingerprints, configuration
+    model.safetensors    all weights in fp32, for the export and for reading without DeepSpeed
+    deepspeed/           DeepSpeed's own files: weights, optimizer, fp32 masters, cut by rank
+  latest                 name of the newest one, for people; resuming looks at the folders themselves
 """
 
 from __future__ import annotations
@@ -110,6 +110,13 @@ def write_state(folder: Path, state: TrainerState) -> None:
     write_text(folder / _STATE, json.dumps(asdict(state), indent=1, sort_keys=True) + "\n")
 
 
+def write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Write model.safetensors: fp32 tensors on the CPU."""
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / WEIGHTS)
+
+
 def publish(root: Path, step: int, records: dict[str, dict[str, Any]]) -> Path:
     """Turn a fully written incomplete folder into the checkpoint of `step`; one process calls this.
 
@@ -143,7 +150,9 @@ def read_state(folder: Path) -> TrainerState:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     if content.get("schema") != SCHEMA:
-        raise CheckpointError(f"{path}: expected schema {SCHEMA}, found {content.get('schema')!r}: another version's file")
+        raise CheckpointError(
+            f"{path}: expected schema {SCHEMA}, found {content.get('schema')!r}: another version's file"
+        )
     names = {item.name for item in fields(TrainerState)}
     missing = names - content.keys()
     if missing:

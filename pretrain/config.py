@@ -120,7 +120,7 @@ class TrainConfig(PipelineConfig):
     validation: ValidationConfig = ValidationConfig()
     tracking: TrackingConfig = TrackingConfig()
     faults: FaultsConfig = FaultsConfig()
-    deepspeed: dict[str, Any] = {}
+    deepspeed: dict[str, Any] = Field(default_factory=dict)
     """Passed to DeepSpeed as its own configuration (https://www.deepspeed.ai/docs/config-json/); sizes and clipping are
     filled in, see pretrain/deepspeed_config.py."""
 

@@ -15,10 +15,11 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,11 +32,12 @@ from pretrain.config import OptimizerConfig, TrainConfig
 from pretrain.deepspeed_config import deepspeed_config, precision, zero_stage
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-import deepspeed  # noqa: E402
-import deepspeed.ops  # noqa: E402
-from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
-from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
+import deepspeed
+import deepspeed.ops
+from deepspeed.utils import logger as deepspeed_logger
+from deepspeed.utils import safe_get_full_fp32_param
 
+T = TypeVar("T")
 SUMS = ("mlm_loss", "nsp_loss", "mlm_correct", "nsp_correct", "predictions", "pairs", "tokens", "examples")
 """What a step's and an evaluation's sums hold, in this order. `pairs`: examples with a sentence objective."""
 
@@ -84,6 +86,7 @@ def start_ranks(world: World, *, threads: int = 0) -> torch.device:
     """
     deepspeed_logger.setLevel(os.environ.get("DS_LOG_LEVEL", "warning").upper())
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's use of torch
     if threads or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // world.local_size))
     os.environ.update(world.environ())
@@ -132,12 +135,27 @@ def broadcast_object(value: Any) -> Any:
     return holder[0]
 
 
+def on_rank_zero(action: Callable[[], T]) -> T:
+    """Rank 0's result of `action`, or its error, on every rank: none goes on alone, none waits for one that failed."""
+    outcome: tuple[Any, Exception | None] = (None, None)
+    if dist.get_rank() == 0:
+        try:
+            outcome = (action(), None)
+        except Exception as error:  # noqa: BLE001 - raised again below, on every rank
+            outcome = (None, error)
+    result, failure = broadcast_object(outcome)
+    if failure is not None:
+        raise failure
+    return result
+
+
 def build_optimizer(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW over parameter groups that carry their own `weight_decay`.
 
     torch's fused kernel, on CPU and CUDA: one pass over a flat ZeRO partition, and nothing to compile at start.
     """
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    plain = [{key: group[key] for key in ("params", "weight_decay")} for group in groups]
+    return torch.optim.AdamW(plain, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def seed_of(*numbers: int) -> int:

@@ -18,7 +18,17 @@ from data_pipeline.config import ConfigError
 from pretrain.config import TrainConfig
 
 SCHEMA = 1
-_PACKAGES = ("torch", "deepspeed", "mlflow", "transformers", "numpy", "tokenizers", "tokie", "sentencepiece", "datatrove")
+_PACKAGES = (
+    "torch",
+    "deepspeed",
+    "mlflow",
+    "transformers",
+    "numpy",
+    "tokenizers",
+    "tokie",
+    "sentencepiece",
+    "datatrove",
+)
 # A resumed run may change its length, its rate or its ZeRO stage. These decide what the weights and examples are.
 _FIXED = ("seed", "model")
 _LIVE = ("run", "tracking", "corpus", "tokenizer", "data")
@@ -58,19 +68,19 @@ class RunFolder:
             self.record.update(values)
             write_text(self.path / "run.json", json.dumps(self.record, indent=1, sort_keys=True) + "\n")
 
-    def add_start(self, *, step: int, world_size: int, git: str) -> None:
-        """Note one more start of the job: when, from which step, on how many ranks, with which code."""
-        start = {"time": time.time(), "step": step, "world_size": world_size, "git": git}
+    def add_start(self, *, step: int, world_size: int) -> None:
+        """Note one more start of the job: when, from which step, on how many ranks, with which code and settings."""
+        start = {"time": time.time(), "step": step, "world_size": world_size}
+        start |= {key: self.record[key] for key in ("git", "changes")}
         self.update(starts=[*self.record.get("starts", []), start])
 
 
-def open_run(config: TrainConfig, *, tokenizer: str, data: str, write: bool) -> RunFolder:
-    """The folder of this configuration's run, made where it is new.
+def open_run(config: TrainConfig, *, tokenizer: str, data: str) -> RunFolder:
+    """The folder of this configuration's run, made where it is new; its record then describes the current settings.
 
     Args:
         config: the merged configuration, vocabulary filled in.
         tokenizer, data: fingerprints of what the run reads.
-        write: False checks an existing folder and writes nothing (`--dry-run`).
 
     Raises:
         ConfigError: the folder holds a run of another model, seed, tokenizer or data set.
@@ -79,9 +89,8 @@ def open_run(config: TrainConfig, *, tokenizer: str, data: str, write: bool) -> 
     file = path / "run.json"
     current = _describe(config, tokenizer=tokenizer, data=data)
     if not file.is_file():
-        folder = RunFolder(path, {"run_id": uuid.uuid4().hex, "created": time.time(), **current})
-        if write:
-            folder.update()
+        folder = RunFolder(path, {"run_id": uuid.uuid4().hex, "created": time.time(), "changes": [], **current})
+        folder.update()
         return folder
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
@@ -89,9 +98,9 @@ def open_run(config: TrainConfig, *, tokenizer: str, data: str, write: bool) -> 
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file}: not a run record ({error}); name another run.dir or remove the folder") from error
     _refuse_other_run(stored, current, file)
-    folder = RunFolder(path, {**stored, **current, "run_id": run_id})
-    if write:
-        folder.update()
+    changes = changed_keys(stored.get("config", {}), current["config"])
+    folder = RunFolder(path, {**stored, **current, "run_id": run_id, "changes": changes})
+    folder.update()
     return folder
 
 

@@ -13,6 +13,10 @@ EXIT_STOPPED = 75
 """A checkpoint was saved after a signal; the same command goes on from it (EX_TEMPFAIL)."""
 
 
+class TrainingFault(RuntimeError):
+    """Training cannot go on: its numbers are no longer finite."""
+
+
 class StopRequest:
     """Whether this rank was told to stop. Signals arrive on the main thread between two instructions: only a flag."""
 

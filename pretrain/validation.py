@@ -107,5 +107,3 @@ def unigram_loss(training_counts: np.ndarray, held_out_labels: np.ndarray) -> fl
     smoothed = training_counts.astype(np.float64) + 1
     log_share = np.log(smoothed) - math.log(smoothed.sum())
     return float(-(held_out_labels * log_share).sum() / held_out_labels.sum())
-
-

@@ -89,7 +89,7 @@ def test_deepspeed_dictionary_golden(toml: Path) -> None:
 
 
 def test_the_deepspeed_table_passes_through_and_auto_is_filled(toml: Path) -> None:
-    extra = ['deepspeed.bf16={enabled=true}', 'deepspeed.train_batch_size="auto"', "deepspeed.gradient_clipping=0.5"]
+    extra = ["deepspeed.bf16={enabled=true}", 'deepspeed.train_batch_size="auto"', "deepspeed.gradient_clipping=0.5"]
     merged = deepspeed_config(load_config(toml, [*extra, "deepspeed.zero_optimization.reduce_bucket_size=1000"]), 2)
     assert merged["bf16"] == {"enabled": True}
     assert merged["train_batch_size"] == 64
@@ -119,7 +119,7 @@ def test_r26_three_ranks_are_refused_with_the_nearest_valid_values(toml: Path) -
     message = str(refusal.value)
     assert "global_batch=64" in message and "3 ranks" in message
     assert "60 or 72" in message and "ranks: 2 or 4" in message
-    with pytest.raises(ConfigError, match="nearest valid number of ranks: 16$"):
+    with pytest.raises(ConfigError, match=r"nearest valid number of ranks: 16$"):
         accumulation_steps(config, 32)
 
 

@@ -1,0 +1,146 @@
+"""A job: one start of a run on some ranks, from the run folder to the loaded engine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cluster.world import World
+from pretrain import engine
+from pretrain.config import TrainConfig
+from pretrain.encoder import BertForPreTraining
+from pretrain.engine import TrainEngine
+from pretrain.parameter_groups import parameter_groups
+from pretrain.progress import ProgressDisplay
+from pretrain.run_data import RunData
+from pretrain.run_folder import RunFolder, open_run
+from pretrain.snapshot import Progress, resume
+from pretrain.stops import StopRequest
+from pretrain.tracking import MetricsFile, MlflowForwarder, default_uri
+
+
+@dataclass(kw_only=True)
+class Job:
+    """Everything one rank needs until the job ends; `metrics` and `forwarder` exist on rank 0 only."""
+
+    config: TrainConfig
+    world: World
+    folder: RunFolder
+    data: RunData
+    engine: TrainEngine
+    progress: Progress
+    stop: StopRequest
+    display: ProgressDisplay
+    metrics: MetricsFile | None = None
+    forwarder: MlflowForwarder | None = None
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a record to metrics.jsonl and show it."""
+        if self.metrics is not None:
+            self.metrics.write(record)
+        if self.forwarder is not None:
+            self.forwarder.notify()
+        (self.display.train if record["kind"] == "train" else self.display.validation)(record)
+
+    def close(self, status: str) -> None:
+        """Finish metrics and tracking; `status` is FINISHED, KILLED (may go on) or FAILED."""
+        if self.metrics is not None:
+            self.metrics.close()
+        timeout = 30 if status == "FINISHED" else 5  # a signal leaves little time, and nothing is lost without MLflow
+        if self.forwarder is not None and not self.forwarder.close(status, timeout=timeout):
+            reason = self.forwarder.problem or "it is slow"
+            self.display.say(
+                f"MLflow lacks the last metrics ({reason}); metrics.jsonl has all, the next start sends them"
+            )
+
+
+def prepare(config: TrainConfig, world: World, data: RunData, stop: StopRequest, device: torch.device) -> Job:
+    """Run folder, model, engine, resumed state, metrics and tracking; every rank calls this.
+
+    Raises:
+        ConfigError: the folder holds another run, or a checkpoint that cannot be continued here.
+    """
+    folder = RunFolder(Path(config.run.dir), engine.on_rank_zero(lambda: _open_folder(config, data)))
+    torch.manual_seed(engine.seed_of(config.seed))
+    model = BertForPreTraining(config.model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    groups = parameter_groups(model, config.optimizer.weight_decay)
+    trainer = TrainEngine(model, groups, config=config, world=world, device=device)
+    first = world.rank == 0
+    progress = resume(trainer, folder.checkpoints, folder.run_id, _say if first else _silent)
+    display = ProgressDisplay(config.train.steps, progress.step, visible=first)
+    job = Job(
+        config=config,
+        world=world,
+        folder=folder,
+        data=data,
+        engine=trainer,
+        progress=progress,
+        stop=stop,
+        display=display,
+    )
+    if first:
+        display.say(_headline(job, parameters))
+        folder.add_start(step=progress.step, world_size=world.size)
+        folder.update(parameters=parameters)
+        job.metrics = MetricsFile(folder.metrics, after_step=progress.step)
+        job.forwarder = _start_tracking(job)
+    return job
+
+
+def _open_folder(config: TrainConfig, data: RunData) -> dict[str, Any]:
+    folder = open_run(config, tokenizer=data.index.info.tokenizer, data=data.index.fingerprint)
+    for line in folder.record["changes"]:
+        _say(f"changed since the last start: {line}")
+    if data.held_out is not None and folder.record.get("unigram_loss") is None:
+        folder.update(unigram_loss=data.unigram_loss())
+    return folder.record
+
+
+def _headline(job: Job, parameters: int) -> str:
+    config, data = job.config, job.data.index
+    epochs = config.train.steps * config.train.global_batch / data.examples
+    train, model = config.train, f"{job.folder.record['name']}: {parameters:,} parameters"
+    sizes = f"{train.micro_batch} x {job.engine.accumulation} accumulation x {job.world.size} ranks"
+    lines = [
+        f"{model}, {job.world.size} ranks on {job.engine.device.type}, ZeRO {job.engine.stage}, {job.engine.precision}",
+        f"global batch {train.global_batch} = {sizes}",
+        f"steps {job.progress.step + 1} to {train.steps}; {epochs:.1f} epochs of {data.examples:,} examples in all",
+    ]
+    baseline = job.folder.record.get("unigram_loss")
+    if baseline is not None:
+        lines.append(f"held-out MLM loss of guessing by frequency: {baseline:.4f}")
+    return "\n".join(lines)
+
+
+def _start_tracking(job: Job) -> MlflowForwarder | None:
+    config, folder = job.config, job.folder
+    if not config.tracking.enabled:
+        return None
+    record = folder.record
+    uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or default_uri(folder.path)
+    names = ("git", "data", "tokenizer", "run_id")
+    forwarder = MlflowForwarder(
+        folder.path,
+        uri=uri,
+        experiment=config.tracking.experiment,
+        run_name=record["name"],
+        config=config.as_tree(),
+        tags={f"clozeworks.{name}": str(record[name]) for name in names},
+        run_id=record.get("mlflow_run_id", ""),
+        on_run_id=lambda run_id: folder.update(mlflow_run_id=run_id, mlflow_uri=uri),
+    )
+    forwarder.start()
+    return forwarder
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _silent(text: str) -> None:
+    del text

@@ -1,0 +1,87 @@
+"""Sums between two lines of metrics: kept on the device, brought together over ranks once a line."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+
+from pretrain.engine import SUMS, StepResult, TrainEngine, all_sum
+from pretrain.telemetry import Peak, memory_megabytes, training_flops
+
+
+class Meter:
+    """Collects the steps of one logging interval.
+
+    Args:
+        engine: whose ranks take part.
+        peak: FLOP/s that one rank could do.
+    """
+
+    def __init__(self, engine: TrainEngine, peak: Peak) -> None:
+        self._engine, self._peak = engine, peak
+        self._reset()
+
+    def _reset(self) -> None:
+        self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self._engine.device)
+        self._attempted = torch.zeros(2, dtype=torch.float64, device=self._engine.device)
+        self._steps = self._applied = 0
+        self._waited = self._excluded = 0.0
+        self._last: StepResult | None = None
+        self._begin = time.perf_counter()
+
+    def add(self, result: StepResult, *, waited: float) -> None:
+        """Count one step; `waited` seconds of it passed until its data was there."""
+        self._steps += 1
+        self._waited += waited
+        self._attempted += result.sums[-2:]
+        self._last = result
+        if result.applied:
+            self._applied += 1
+            self._sums += result.sums
+
+    def exclude(self, seconds: float) -> None:
+        """This much of the interval was validation or saving, not training."""
+        self._excluded += seconds
+
+    def record(self, *, step: int, lr: float, skipped_steps: int) -> dict[str, Any]:
+        """A "train" line of metrics.jsonl, see docs/design.md; the next interval begins. Every rank calls this.
+
+        Losses are means over the interval's applied steps of the loss that was optimised.
+        """
+        assert self._last is not None
+        seconds = max(time.perf_counter() - self._begin - self._excluded, 1e-9)
+        extra = torch.tensor([self._waited / seconds], dtype=torch.float64, device=self._engine.device)
+        shared = all_sum(torch.cat([self._sums, self._attempted, extra])).tolist()
+        total = dict(zip(SUMS, shared, strict=False))
+        tokens, examples, waited = shared[len(SUMS) :]
+        mean = {name: total[name] / self._applied if self._applied else math.nan for name in ("mlm_loss", "nsp_loss")}
+        pairs = total["pairs"]
+        ranks = self._engine.world.size
+        predictions = total["predictions"] * self._steps / max(self._applied, 1)
+        flops = training_flops(self._engine.config.model, tokens=tokens, predictions=predictions, examples=examples)
+        record = {
+            "kind": "train",
+            "step": step,
+            "time": time.time(),
+            "loss": mean["mlm_loss"] + mean["nsp_loss"],
+            "mlm_loss": mean["mlm_loss"],
+            "nsp_loss": mean["nsp_loss"] if pairs else None,
+            "mlm_accuracy": total["mlm_correct"] / max(total["predictions"], 1),
+            "nsp_accuracy": total["nsp_correct"] / pairs if pairs else None,
+            "lr": lr,
+            "grad_norm": self._last.grad_norm,
+            "tokens": int(tokens),
+            "examples": int(examples),
+            "tokens_per_second": tokens / seconds,
+            "examples_per_second": examples / seconds,
+            "step_seconds": seconds / self._steps,
+            "data_wait_share": waited / ranks,
+            "mfu": flops / seconds / (self._peak.flops * ranks),
+            "memory_mb": memory_megabytes(self._engine.device),
+            "skipped_steps": skipped_steps,
+        }
+        self._reset()
+        return record

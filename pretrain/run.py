@@ -1,0 +1,122 @@
+"""`deepspeed pretrain/run.py --config configs/demo.toml [--set optimizer.lr=1e-4] [--dry-run]`: pretrain an encoder.
+
+The same command again continues the run in `run.dir` from its newest complete checkpoint. Exit codes: 0 complete, 2 wrong
+usage or configuration, 70 numbers that are no longer finite, 75 stopped by SIGTERM or SIGUSR1 with a checkpoint saved,
+anything else a crash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+# A script's own folder comes first on sys.path; here that would make every module of ours a top-level name.
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _HERE]
+if str(_HERE.parent) not in sys.path:
+    sys.path.insert(0, str(_HERE.parent))
+
+from cluster.world import World, WorldError, current_world
+from data_pipeline.config import ConfigError, add_config_arguments
+from pretrain import checkpoint
+from pretrain.config import TrainConfig, load_config
+from pretrain.deepspeed_config import accumulation_steps, deepspeed_config
+from pretrain.stops import EXIT_DONE, EXIT_FAULT, EXIT_USAGE, StopRequest, TrainingFault
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, check everything that can be checked without a process group, train. Returns the exit code."""
+    options = _parse(arguments)
+    try:
+        world = current_world()
+        config = load_config(options.config, options.overrides)
+        deepspeed_config(config, world.size)  # refuses sizes that do not divide
+        done = _finished(config)
+        if done and not options.dry_run:
+            if world.rank == 0:
+                print(f"complete: {config.train.steps} steps, {done}; nothing to do", flush=True)
+            return EXIT_DONE
+        return _run(config, world, dry_run=options.dry_run)
+    except (ConfigError, WorldError, checkpoint.CheckpointError) as error:
+        return _report(error, EXIT_USAGE)
+    except TrainingFault as error:
+        return _report(error, EXIT_FAULT)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="deepspeed pretrain/run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check configuration and data, print sizes, train nothing"
+    )
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # added by DeepSpeed's launcher
+    return parser.parse_args(arguments)
+
+
+def _run(config: TrainConfig, world: World, *, dry_run: bool) -> int:
+    from pretrain.run_data import RunData
+
+    data = RunData(config)
+    config = data.model_config()
+    if dry_run:
+        if world.rank == 0:
+            print(_plan(config, world, data.index.examples, data.index.tokens), flush=True)
+        return EXIT_DONE
+    stop = StopRequest()
+    stop.listen()
+    from pretrain.engine import stop_ranks  # ten seconds of imports: only now
+    from pretrain.trainer import train
+
+    try:
+        return train(config, world, data, stop)
+    finally:
+        stop_ranks()
+
+
+def _finished(config: TrainConfig) -> Path | None:
+    """The checkpoint of the last step, where this run has one."""
+    folder = Path(config.run.dir) / "checkpoints" / checkpoint.step_name(config.train.steps)
+    try:
+        checkpoint.verify(folder, hashes=False)
+        state = checkpoint.read_state(folder)
+    except checkpoint.CheckpointError:
+        return None
+    return folder if state.step == config.train.steps else None
+
+
+def _plan(config: TrainConfig, world: World, examples: int, tokens: int) -> str:
+    """What `--dry-run` prints."""
+    import torch
+
+    from pretrain.encoder import BertForPreTraining
+
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in BertForPreTraining(config.model).parameters())
+    train = config.train
+    sizes = f"{train.micro_batch} x {accumulation_steps(config, world.size)} x {world.size} ranks"
+    seen = train.steps * train.global_batch
+    lines = (
+        f"parameters     {parameters:,}",
+        f"global batch   {train.global_batch} = {sizes}",
+        f"steps          {train.steps:,} (warm-up {config.schedule.warmup_steps:,}, {config.schedule.shape})",
+        f"data           {examples:,} examples, {tokens:,} tokens",
+        f"epochs         {seen / examples:.2f}",
+        f"tokens seen    {seen * tokens / examples:,.0f}",
+        f"run folder     {config.run.dir}",
+    )
+    return "\n".join(lines)
+
+
+def _report(error: Exception, code: int) -> int:
+    """One rank says it; with several, all have the same to say."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""The data of a run: its two sets of shards, checked against the configuration before anything expensive starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from cluster.world import World
+from data_pipeline.block_codec import ShardError
+from data_pipeline.block_reader import MaskFunction, dynamic_masks
+from data_pipeline.config import ConfigError
+from data_pipeline.loader import Loader, build_loader, iter_validation
+from data_pipeline.records import Batch
+from data_pipeline.shard_index import ShardIndex
+from pretrain.config import TrainConfig
+
+_UNIGRAM_TOKENS = 2_000_000  # the frequencies of 8,000 to 50,000 entries are settled long before
+
+
+class RunData:
+    """Training and held-out shards of a configuration.
+
+    Attributes:
+        index: of the training set.
+        held_out: of the validation set, or None where nothing was held out.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        """Open both indexes.
+
+        Raises:
+            ConfigError: no data set there, the two sets have different tokenizers, or examples are too long.
+        """
+        self._config = config
+        self._train_dir, self._held_out_dir = (
+            f"{config.data.dir.rstrip('/')}/{part}" for part in ("train", "validation")
+        )
+        try:
+            self.index = ShardIndex.open(self._train_dir)
+            self.held_out = ShardIndex.open(self._held_out_dir) if self._exists(self._held_out_dir) else None
+        except ShardError as error:
+            raise ConfigError(f"{error}\nbuild the data first: python -m data_pipeline.build --config FILE") from error
+        info = self.index.info
+        if self.held_out is not None and self.held_out.info.tokenizer != info.tokenizer:
+            raise ConfigError(
+                f"{self._held_out_dir}: made with another tokenizer than {self._train_dir}; build both again"
+            )
+        if info.max_seq_length > config.model.max_positions:
+            raise ConfigError(
+                f"{self._train_dir}: examples of up to {info.max_seq_length} tokens do not fit "
+                f"model.max_positions={config.model.max_positions}"
+            )
+        if config.validation.every and self.held_out is None:
+            raise ConfigError(
+                f"{self._held_out_dir}: no held-out shards, but validation.every={config.validation.every}; "
+                "build with corpus.held_out > 0, or set validation.every=0"
+            )
+
+    @staticmethod
+    def _exists(directory: str) -> bool:
+        return "://" in directory or (Path(directory) / "index.json").is_file()
+
+    def model_config(self) -> TrainConfig:
+        """The configuration with the vocabulary of this data filled in.
+
+        Raises:
+            ConfigError: `model.vocab_size` is set and differs.
+        """
+        info = self.index.info
+        model = self._config.model.with_vocabulary(info.vocab_size, info.special_ids["pad"])
+        return self._config.model_copy(update={"model": model})
+
+    def loader(self, world: World, state: dict[str, int] | None = None) -> Loader:
+        """This rank's training stream, from the start or from a stored state.
+
+        Raises:
+            ConfigError: the state belongs to another data set or seed.
+        """
+        train = self._config.train
+        try:
+            return build_loader(
+                self._train_dir,
+                global_batch=train.global_batch,
+                micro_batch=train.micro_batch,
+                rank=world.rank,
+                world_size=world.size,
+                seed=self._config.seed,
+                state=state,
+                mask_fn=self._mask_function(),
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def held_out_batches(self, world: World) -> Iterator[Batch]:
+        """This rank's share of the held-out examples."""
+        return iter_validation(
+            self._held_out_dir,
+            micro_batch=self._config.validation.micro_batch,
+            rank=world.rank,
+            world_size=world.size,
+            mask_fn=self._mask_function(),
+        )
+
+    def unigram_loss(self) -> float:
+        """What guessing held-out tokens by their frequency in the training text costs, in nats a token; see validation."""
+        from pretrain.validation import label_counts, token_counts, unigram_loss
+
+        info, alone = self.index.info, World()
+        epoch = -(-self.index.examples // self._config.train.global_batch)
+        with self.loader(alone) as loader:
+            batches = (batch for _, step in zip(range(epoch), loader, strict=False) for batch in step)
+            training = token_counts(
+                batches, info.vocab_size, special_ids=info.special_ids.values(), limit=_UNIGRAM_TOKENS
+            )
+        return unigram_loss(training, label_counts(self.held_out_batches(alone), info.vocab_size))
+
+    def _mask_function(self) -> MaskFunction | None:
+        if self.index.info.mask_sets:
+            return None
+        from data_pipeline.assemble_stage import masking_rule
+        from data_pipeline.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(Path(self._config.data.dir) / "tokenizer")
+        return dynamic_masks(masking_rule(self._config.data, tokenizer), self._config.seed)

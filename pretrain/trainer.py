@@ -1,0 +1,104 @@
+"""The loop: next batch, step, log, validate, checkpoint, stop."""
+
+from __future__ import annotations
+
+import time
+
+from cluster.world import World
+from pretrain import checkpoint, engine
+from pretrain.config import TrainConfig
+from pretrain.job import Job, prepare
+from pretrain.meter import Meter
+from pretrain.run_data import RunData
+from pretrain.schedule import learning_rate
+from pretrain.snapshot import save
+from pretrain.stops import EXIT_DONE, EXIT_STOPPED, StopRequest, TrainingFault
+from pretrain.telemetry import device_peak
+from pretrain.validation import validate_model
+
+
+def train(config: TrainConfig, world: World, data: RunData, stop: StopRequest) -> int:
+    """Run, or go on with, the training of a configuration; every rank calls this.
+
+    Args:
+        config: with the vocabulary filled in (`RunData.model_config`).
+        world: this rank's place.
+        data: the opened shards.
+        stop: set from outside when the job should end early.
+
+    Returns:
+        `EXIT_DONE` or `EXIT_STOPPED`.
+
+    Raises:
+        ConfigError: the run folder or its checkpoints do not fit the configuration.
+        TrainingFault: too many steps in a row with a non-finite gradient, or non-finite weights.
+    """
+    device = engine.start_ranks(world, threads=config.run.threads)
+    job = prepare(config, world, data, stop, device)
+    status = "FAILED"
+    try:
+        with job.display:
+            code = _loop(job, Meter(job.engine, device_peak(device, job.engine.precision)))
+        status = "FINISHED" if code == EXIT_DONE else "KILLED"
+        return code
+    finally:
+        job.close(status)
+
+
+def _loop(job: Job, meter: Meter) -> int:
+    config, progress = job.config, job.progress
+    total = config.train.steps
+    loader = job.data.loader(job.world, progress.loader)
+    with loader:
+        while progress.step < total:
+            asked = time.perf_counter()
+            micro_batches = next(loader)
+            waited = time.perf_counter() - asked
+            progress.step += 1
+            progress.loader = loader.state_dict()
+            step, last = progress.step, progress.step == total
+            lr = learning_rate(
+                step - progress.skipped, peak=config.optimizer.lr, total_steps=total, schedule=config.schedule
+            )
+            result = job.engine.step(micro_batches, number=step, lr=lr, stop=job.stop.wanted)
+            _count_skips(job, result.applied)
+            meter.add(result, waited=waited)
+            job.display.step(step)
+
+            if step % config.train.log_every == 0 or last:
+                job.write(meter.record(step=step, lr=job.engine.rates()[0], skipped_steps=progress.skipped))
+            begin = time.perf_counter()
+            if not result.stop and config.validation.every and (step % config.validation.every == 0 or last):
+                found = validate_model(job.engine, job.data.held_out_batches(job.world))
+                job.write({"kind": "validation", "step": step, "time": time.time(), **found})
+            if step % config.checkpoint.every == 0 or last or result.stop:
+                save(job)
+            meter.exclude(time.perf_counter() - begin)
+            if result.stop and not last:
+                job.display.say(
+                    f"stopped after step {step}/{total}, checkpoint saved; the same command goes on from there"
+                )
+                return EXIT_STOPPED
+    job.display.say(f"complete: {total} steps, {job.folder.checkpoints / checkpoint.step_name(total)}")
+    return EXIT_DONE
+
+
+def _count_skips(job: Job, applied: bool) -> None:
+    """Count a step whose gradient was not finite.
+
+    Raises:
+        TrainingFault: too many in a row.
+    """
+    progress, limit = job.progress, job.config.faults.max_skipped_in_a_row
+    if applied:
+        progress.skipped_in_a_row = 0
+        return
+    progress.skipped += 1
+    progress.skipped_in_a_row += 1
+    scale = f", loss scale now {job.engine.loss_scale:g}" if job.engine.precision == "fp16" else ""
+    job.display.say(f"step {progress.step}: the gradient is not finite, weights unchanged{scale}")
+    if progress.skipped_in_a_row >= limit:
+        raise TrainingFault(
+            f"{limit} steps in a row, up to step {progress.step}, had a gradient that is not finite "
+            f"(faults.max_skipped_in_a_row); the last checkpoint is from before them: lower optimizer.lr or look at the data"
+        )
