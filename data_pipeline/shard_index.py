@@ -273,7 +273,8 @@ class ShardIndex:
         shard, offset, _, _ = self.blocks[row].item()
         name = self.read_range(shard, offset - TAR_BLOCK, 100).rstrip(b"\0").decode("ascii", "replace")
         path = f"{self.directory}/{self.shards[shard].name}"
-        return f"{path}: key {name.removesuffix('.npz')!r} (block {row}, byte {offset})"
+        key = repr(name.removesuffix(".npz")) if name else "beyond the end of the file"
+        return f"{path}: key {key} (block {row}, byte {offset})"
 
     def close(self) -> None:
         """Close the shards' files."""
