@@ -18,6 +18,7 @@ import numpy as np
 from datatrove.pipeline.base import PipelineStep
 
 from data_pipeline.artefacts import write_text
+from data_pipeline.build_state import worker_lock
 from data_pipeline.execution import end_with_parent
 from data_pipeline.masking import MaskingRule, MaskSet, draw_masks, mask_rng
 from data_pipeline.pairs import Pairs, build_pairs
@@ -219,19 +220,23 @@ class AssembleStep(PipelineStep):
         end_with_parent()
         split, bucket = self.groups.place(rank)
         if split in self.settings:
-            tokenizer = load_tokenizer(self.tokenizer_dir)
-            files = [TokenFile(path) for path in self.token_files]
-            records, stats = write_bucket(
-                read_bucket(files, rank, id_dtype(tokenizer.vocab_size)),
-                directory=self.output_dir / split,
-                split=split,
-                bucket=bucket,
-                tokenizer=tokenizer,
-                settings=self.settings[split],
-            )
-            part = {"shards": [record.to_json() for record in records], "stats": stats.to_json()}
-            write_text(part_path(self.parts_dir, split, bucket), json.dumps(part))
+            with worker_lock(self.output_dir):
+                self._write(rank, split, bucket)
         yield from ()
+
+    def _write(self, group: int, split: str, bucket: int) -> None:
+        tokenizer = load_tokenizer(self.tokenizer_dir)
+        files = [TokenFile(path) for path in self.token_files]
+        records, stats = write_bucket(
+            read_bucket(files, group, id_dtype(tokenizer.vocab_size)),
+            directory=self.output_dir / split,
+            split=split,
+            bucket=bucket,
+            tokenizer=tokenizer,
+            settings=self.settings[split],
+        )
+        part = {"shards": [record.to_json() for record in records], "stats": stats.to_json()}
+        write_text(part_path(self.parts_dir, split, bucket), json.dumps(part))
 
 
 def part_path(directory: Path, split: str, bucket: int) -> Path:

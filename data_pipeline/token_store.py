@@ -3,8 +3,8 @@
 One task writes one file, whatever the number of buckets, and stage 2 reads one bucket out of every file by byte range. A
 writer holds at most `SEGMENT_TOKENS` ids in memory; then it sorts them by bucket and appends a *segment*.
 
-Layout, little-endian: segments, the table (segments, groups, 5) int64 of [offset, documents, key bytes, sentences,
-tokens], the footer (JSON), its length (uint64), MAGIC. A segment holds for each group: lengths of the document keys
+Layout, little-endian: segments, the table (segments, groups, 6) int64 of [offset, documents, key bytes, sentences,
+tokens, CRC-32], the footer (JSON), its length (uint64), MAGIC. A segment holds for each group: lengths of the document keys
 (uint32), sentences per document (uint32), tokens per sentence (uint32), ids (uint16 or uint32), the keys (UTF-8).
 
 Legend: `D` documents, `S` sentences, `N` tokens.
@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ SEGMENT_TOKENS = 8_000_000
 """Ids in memory before a segment is written: about 130 MB at the peak, while they are sorted by bucket."""
 
 _TAIL = struct.Struct("<Q8s")
-_COLUMNS = 5
+_COLUMNS = 6
 
 
 class TokenStoreError(ValueError):
@@ -158,12 +159,17 @@ class TokenWriter:
             n0, n1 = int(token_ends[s0]), int(token_ends[s1])
             keys = [key.encode("utf-8", "surrogatepass") for key in documents.keys[d0:d1]]
             text = b"".join(keys)
-            rows[group] = self._file.tell(), d1 - d0, len(text), s1 - s0, n1 - n0
-            self._file.write(np.array([len(key) for key in keys], "<u4").tobytes())
-            self._file.write(documents.sentence_counts[d0:d1].astype("<u4").tobytes())
-            self._file.write(documents.sentence_lengths[s0:s1].astype("<u4").tobytes())
-            self._file.write(documents.ids[n0:n1].astype(self._dtype, copy=False).tobytes())
-            self._file.write(text)
+            data = b"".join(
+                (
+                    np.array([len(key) for key in keys], "<u4").tobytes(),
+                    documents.sentence_counts[d0:d1].astype("<u4").tobytes(),
+                    documents.sentence_lengths[s0:s1].astype("<u4").tobytes(),
+                    documents.ids[n0:n1].astype(self._dtype, copy=False).tobytes(),
+                    text,
+                )
+            )
+            rows[group] = self._file.tell(), d1 - d0, len(text), s1 - s0, n1 - n0, zlib.crc32(data)
+            self._file.write(data)
         self._table.append(rows)
 
 
@@ -207,15 +213,17 @@ class TokenFile:
         """All documents of a group, in the order in which they were written.
 
         Raises:
-            TokenStoreError: the file is shorter than its table says.
+            TokenStoreError: the file is shorter than its table says, or its bytes were changed.
         """
         parts = []
         with self.path.open("rb") as file:
-            for offset, documents, key_bytes, sentences, tokens in self.table[:, group].tolist():
+            for offset, documents, key_bytes, sentences, tokens, crc in self.table[:, group].tolist():
                 if not documents:
                     continue
                 sizes = (4 * documents, 4 * documents, 4 * sentences, self.dtype.itemsize * tokens, key_bytes)
                 data = memoryview(self._at(file, offset, sum(sizes)))
+                if zlib.crc32(data) != crc:
+                    raise self._damaged(f"bytes at {offset} were changed")
                 ends = np.cumsum(sizes).tolist()
                 key_lengths = np.frombuffer(data[: ends[0]], "<u4").tolist()
                 text = bytes(data[ends[3] :])

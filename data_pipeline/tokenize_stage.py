@@ -18,6 +18,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from data_pipeline.artefacts import atomic_writer
+from data_pipeline.build_state import worker_lock
 from data_pipeline.execution import end_with_parent
 from data_pipeline.token_store import Documents, TokenWriter, id_dtype, key_hash
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
@@ -141,7 +142,6 @@ class TokenizeStep(PipelineStep):
         groups: splits and buckets.
         split_sentences: text of a document -> its sentences.
         is_held_out: (document key, share) -> whether it belongs to the held-out part.
-        source_counts: what the reader counted (dropped documents, undecodable bytes), asked once it is exhausted.
     """
 
     name = "Tokenize"
@@ -168,7 +168,7 @@ class TokenizeStep(PipelineStep):
         end_with_parent()
         tokenizer = load_tokenizer(self.tokenizer_dir)
         counts: Counter[str] = Counter()
-        with atomic_writer(task_path(self.output_dir, rank)) as file:
+        with worker_lock(self.output_dir.parent), atomic_writer(task_path(self.output_dir, rank)) as file:
             writer = TokenWriter(file, groups=self.groups.count, dtype=id_dtype(tokenizer.vocab_size))
             for batch in batches(data):
                 with self.track_time("batch"):
