@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,6 @@ def digests(batch):
 
 seen = {}
 for folder, first, epochs in json.loads(sys.argv[1]):
-    state = None
     loader = build_loader(folder, global_batch=8, micro_batch=2, rank=int(sys.argv[2]), world_size=int(sys.argv[3]),
                           seed=int(sys.argv[4]))
     loader.load_state_dict({**loader.state_dict(), "position": first * loader.examples})
@@ -64,8 +64,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, write_dataset: Callable[..., S
     for shards, folder in folders.items():
         write_dataset(folder, shards=shards, blocks=2, examples=8, seed=shards)
     work = [(str(folder), 0, EPOCHS) for folder in folders.values()]
-    ranks = [finish(process) for process in [start(work, rank, RANKS, hash_seed=rank) for rank in range(RANKS)]]
-    fresh = finish(start([(str(folders[16]), 1, 1)], 0, 1, hash_seed=99))
+    started = [start(work, rank, RANKS, hash_seed=rank) for rank in range(RANKS)]
+    started.append(start([(str(folders[16]), 1, 1)], 0, 1, hash_seed=99))
+    *ranks, fresh = [finish(process) for process in started]
     return {
         "folders": folders,
         "ranks": {shards: [rank[str(folder)] for rank in ranks] for shards, folder in folders.items()},
@@ -75,8 +76,6 @@ def run(tmp_path_factory: pytest.TempPathFactory, write_dataset: Callable[..., S
 
 def written(folder: Path) -> list[int]:
     """A digest of every example in the order of the index."""
-    import zlib
-
     index = ShardIndex.open(folder)
     digests = []
     for row in range(len(index.blocks)):
