@@ -1,0 +1,258 @@
+"""Documents of a corpus, partitioned into tasks: plain text, JSON lines and the embedded corpus.
+
+The documents, their order inside a file and their ids depend on the files only, never on the number of tasks.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+from datatrove.pipeline.base import PipelineStep
+
+from data_pipeline.config import CorpusConfig
+from data_pipeline.corpus_files import (
+    CorpusError,
+    FileRange,
+    InputFile,
+    byte_lines,
+    cut,
+    find_files,
+    limit_files,
+    open_bytes,
+    text_as_utf8,
+)
+from data_pipeline.embedded import FILE_NAME, materialise_embedded
+from data_pipeline.records import Document
+
+__all__ = ["CorpusError", "InputFile", "ReadStep", "find_inputs", "is_held_out", "read_documents"]
+
+_COUNTING = "clozeworks.count"
+_undecodable = 0
+
+
+def _count_and_replace(error: UnicodeError) -> tuple[str, int]:
+    """Codec error handler: each undecodable sequence becomes U+FFFD, its bytes are counted."""
+    global _undecodable
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    _undecodable += error.end - error.start
+    return "\ufffd", error.end
+
+
+codecs.register_error(_COUNTING, _count_and_replace)
+
+
+def is_held_out(document_id: str, share: float) -> bool:
+    """Whether a document belongs to the held-out part: a hash of its id alone decides."""
+    digest = hashlib.blake2b(document_id.encode("utf-8", "surrogatepass"), digest_size=8, person=b"held-out").digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def find_inputs(corpus: CorpusConfig, corpus_dir: Path, materialise: bool = True) -> list[InputFile]:
+    """The files to read.
+
+    Args:
+        corpus: `[corpus]`.
+        corpus_dir: where the embedded corpus is written, once.
+        materialise: false: do not write it; where it is missing its size is what was asked for.
+
+    Raises:
+        CorpusError: nothing there, or an encoding that Python does not know.
+    """
+    try:
+        codecs.lookup(corpus.encoding)
+    except LookupError as error:
+        raise CorpusError(f"corpus.encoding: {corpus.encoding!r} is not an encoding that Python knows") from error
+    if corpus.source != "embedded":
+        return limit_files(find_files(corpus.paths), corpus.max_megabytes)
+    path = Path(corpus_dir) / FILE_NAME
+    if materialise:
+        path = materialise_embedded(corpus_dir, corpus.max_megabytes)
+    if not path.exists():
+        return [InputFile(path=str(path), name=path.name, size=int(corpus.max_megabytes * 1e6), modified="")]
+    # Its content is a function of the signature that is kept with it, so its time does not matter.
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return [InputFile(path=str(path), name=path.name, size=path.stat().st_size, modified=digest)]
+
+
+def read_documents(
+    corpus: CorpusConfig,
+    inputs: Sequence[InputFile],
+    task: int = 0,
+    tasks: int = 1,
+    counts: Counter[str] | None = None,
+) -> Iterator[Document]:
+    """Documents of one task out of `tasks`; all tasks together yield every document once.
+
+    Ids are `file name:byte offset` and unique; those of the embedded corpus are its own. A document of a JSON line has
+    the line's other fields as metadata, its `id` among them.
+
+    Args:
+        counts: receives `dropped:blank` (text: documents of white space only), `dropped:not_json`, `dropped:no_text`
+            (JSON lines) and `undecodable_bytes`.
+
+    Raises:
+        CorpusError: a file cannot be read, or holds undecodable bytes where `corpus.encoding_errors` is "strict".
+    """
+    counts = Counter() if counts is None else counts
+    wide = _wide(corpus.encoding)
+    # More ranges than tasks, so that tasks of unequal files come out about even.
+    ranges = cut(inputs, 1 if tasks == 1 else 4 * tasks, splittable=not wide)
+    for part in ranges[task::tasks]:
+        decoder = _Decoder(corpus, part.file, counts)
+        with open_bytes(part.file) as handle:
+            lines = decoder.lines(handle, part, wide)
+            if corpus.source == "text":
+                yield from _text_documents(lines, part, decoder)
+            else:
+                yield from _json_documents(lines, part, decoder, own_ids=corpus.source == "embedded")
+
+
+class _Decoder:
+    """Bytes of one file to text under the corpus's encoding and policy."""
+
+    def __init__(self, corpus: CorpusConfig, file: InputFile, counts: Counter[str]) -> None:
+        self.counts = counts
+        self._encoding = corpus.encoding
+        self._strict = corpus.encoding_errors == "strict"
+        self._file = file
+
+    def lines(self, handle: IO[bytes], part: FileRange, wide: bool) -> Iterator[tuple[int, bytes]]:
+        """Lines from the start of a range, the byte order mark of UTF-8 removed."""
+        if wide:
+            lines = self._wide_lines(handle)
+        else:
+            lines = byte_lines(handle, part.start)
+        for offset, line in lines:
+            if offset == 0 and line.startswith(codecs.BOM_UTF8):
+                line = line[len(codecs.BOM_UTF8) :]
+            yield offset, line
+
+    def _wide_lines(self, handle: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+        encoding, self._encoding = self._encoding, "utf-8"
+        offset = 0
+        before = _undecodable
+        try:
+            for line in text_as_utf8(handle, encoding, "strict" if self._strict else _COUNTING):
+                yield offset, line
+                offset += len(line)
+        except UnicodeError as error:
+            raise CorpusError(self._explain(error, offset)) from error
+        finally:
+            self.counts["undecodable_bytes"] += _undecodable - before
+
+    def text(self, raw: bytes, offset: int) -> str:
+        """Decoded text of bytes that begin at `offset`."""
+        try:
+            return raw.decode(self._encoding)
+        except UnicodeDecodeError as error:
+            if self._strict:
+                raise CorpusError(self._explain(error, offset + error.start)) from error
+        before = _undecodable
+        text = raw.decode(self._encoding, _COUNTING)
+        self.counts["undecodable_bytes"] += _undecodable - before
+        return text
+
+    def _explain(self, error: UnicodeError, offset: int) -> str:
+        return (
+            f"{self._file.path}: not {self._encoding} at byte {offset}: {error}; set corpus.encoding, or "
+            "corpus.encoding_errors = 'replace' to replace and count such bytes"
+        )
+
+
+def _text_documents(lines: Iterator[tuple[int, bytes]], part: FileRange, decoder: _Decoder) -> Iterator[Document]:
+    """Documents divided by blank lines. A document belongs to the range that holds the blank line before it."""
+    held: list[bytes] = []
+    start = 0
+    inside = part.start == 0  # otherwise what comes before the first blank line is another range's
+    blank_at = part.start
+    for offset, line in lines:
+        if line.strip():
+            if not inside:
+                continue
+            if not held:
+                if part.end is not None and blank_at >= part.end:
+                    return
+                start = offset
+            held.append(line)
+            continue
+        if not held and inside and line.strip(b"\r\n"):
+            decoder.counts["dropped:blank"] += 1
+        if held:
+            yield _text_document(held, start, part, decoder)
+            held = []
+        inside, blank_at = True, offset
+    if held:
+        yield _text_document(held, start, part, decoder)
+
+
+def _text_document(held: list[bytes], start: int, part: FileRange, decoder: _Decoder) -> Document:
+    raw = b"".join(held)
+    if b"\r\n" in raw:
+        raw = raw.replace(b"\r\n", b"\n")
+    return Document(text=decoder.text(raw.removesuffix(b"\n"), start), id=f"{part.file.name}:{start}")
+
+
+def _json_documents(
+    lines: Iterator[tuple[int, bytes]], part: FileRange, decoder: _Decoder, own_ids: bool
+) -> Iterator[Document]:
+    """One document a line; a line belongs to the range in which it begins."""
+    for offset, line in lines:
+        if part.end is not None and offset >= part.end:
+            return
+        if not line.strip():
+            continue
+        row = _parse(decoder.text(line, offset))
+        text = row.pop("text", None) if isinstance(row, dict) else None
+        if not isinstance(text, str):
+            decoder.counts["dropped:not_json" if row is None else "dropped:no_text"] += 1
+            continue
+        metadata = row.pop("metadata", {})
+        metadata = metadata if isinstance(metadata, dict) else {"metadata": metadata}
+        document_id = str(row.pop("id")) if own_ids else f"{part.file.name}:{offset}"
+        yield Document(text=text, id=document_id, metadata=metadata | row)
+
+
+def _parse(line: str) -> Any:
+    """The JSON value of a line, None where it is not JSON (or null)."""
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _wide(encoding: str) -> bool:
+    """Whether a line end of this encoding is not the single byte LF."""
+    return "\n".encode(encoding) != b"\n"
+
+
+class ReadStep(PipelineStep):
+    """`read_documents` as the first step of a datatrove pipeline.
+
+    Attributes:
+        counts: what was counted in the last task this object ran, complete once its documents are consumed.
+    """
+
+    name = "Read"
+    type = "Clozeworks"
+
+    def __init__(self, corpus: CorpusConfig, inputs: Sequence[InputFile]) -> None:
+        super().__init__()
+        self.corpus = corpus
+        self.inputs = list(inputs)
+        self.counts: Counter[str] = Counter()
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yield the documents of task `rank` of `world_size`."""
+        self.counts.clear()
+        for document in read_documents(self.corpus, self.inputs, rank, world_size, self.counts):
+            self.update_doc_stats(document)
+            yield document
+        for name, value in self.counts.items():
+            self.stat_update(name, value=value)
