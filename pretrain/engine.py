@@ -3,10 +3,13 @@
 Legend: `P` predictions, `E` examples, `W` ranks, `A` accumulation steps.
 
 The loss of a step is sum(MLM cross entropies) / P + sum(NSP cross entropies) / E over all micro-batches and ranks.
-DeepSpeed averages gradients over ranks (0.19.8 runtime/zero/stage_1_and_2.py and runtime/engine.py divide by W), and
-divides by A only where `scale_wrt_gas` is left on. We leave it off and weight each local sum by W / P, so that
+DeepSpeed (0.19.8) divides each loss by A in `backward` and averages gradients over W ranks. Each local sum is therefore
+weighted by W A / P, so that
 
-    1/W * sum over ranks and micro-batches of grad(W / P * local sum) = grad(global sum / P).
+    1/W * sum over ranks and micro-batches of grad(1/A * (W A / P) * local sum) = grad(global sum / P).
+
+Its `scale_wrt_gas=False` is not used: where no other factor is applied to the loss (ZeRO 0 in fp32), the hook that the
+engine puts on the module's output divides by A all the same.
 """
 
 from __future__ import annotations
@@ -69,7 +72,9 @@ class _Objective(nn.Module):
 
     def forward(self, batch: Batch, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The weighted loss and (4,) float64: both loss sums, both numbers of correct answers."""
-        out = self.model(batch)
+        # Not self.model(batch): ZeRO-3's hook on a module searches its output with vars(), which a slotted dataclass
+        # does not have. Parameters used outside their own module's call are gathered as this module's.
+        out = self.model.forward(batch)
         loss = out.mlm_loss_sum.float() * weights[0] + out.nsp_loss_sum.float() * weights[1]
         sums = torch.stack(
             [part.detach().double() for part in (out.mlm_loss_sum, out.nsp_loss_sum, out.mlm_correct, out.nsp_correct)]
@@ -220,7 +225,7 @@ class TrainEngine:
         shared = torch.tensor([*local[:2], float(stop)], dtype=torch.float64, device=self.device)
         dist.all_reduce(shared)
         counts = shared[:2].clamp(min=1)
-        weights = (self.world.size / counts).float()
+        weights = (self.world.size * self.accumulation / counts).float()
         self._set_rate(lr)
         self._engine.train()
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
@@ -228,7 +233,7 @@ class TrainEngine:
         for micro, batch in enumerate(micro_batches):
             torch.manual_seed(seed_of(self.config.seed, number, self.world.rank, micro))
             loss, parts = self._engine(batch.to(self.device, non_blocking=True), weights)
-            self._engine.backward(loss, scale_wrt_gas=False)
+            self._engine.backward(loss)
             sums += parts
             if micro + 1 < len(micro_batches):
                 self._engine.step()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from cluster.world import World
 from data_pipeline.block_codec import ShardError
-from data_pipeline.block_reader import MaskFunction, dynamic_masks
 from data_pipeline.config import ConfigError
 from data_pipeline.loader import Loader, build_loader, iter_validation
 from data_pipeline.records import Batch
@@ -86,7 +85,6 @@ class RunData:
                 world_size=world.size,
                 seed=self._config.seed,
                 state=state,
-                mask_fn=self._mask_function(),
             )
         except ValueError as error:
             raise ConfigError(str(error)) from error
@@ -98,7 +96,6 @@ class RunData:
             micro_batch=self._config.validation.micro_batch,
             rank=world.rank,
             world_size=world.size,
-            mask_fn=self._mask_function(),
         )
 
     def unigram_loss(self) -> float:
@@ -113,12 +110,3 @@ class RunData:
                 batches, info.vocab_size, special_ids=info.special_ids.values(), limit=_UNIGRAM_TOKENS
             )
         return unigram_loss(training, label_counts(self.held_out_batches(alone), info.vocab_size))
-
-    def _mask_function(self) -> MaskFunction | None:
-        if self.index.info.mask_sets:
-            return None
-        from data_pipeline.assemble_stage import masking_rule
-        from data_pipeline.tokenizer import load_tokenizer
-
-        tokenizer = load_tokenizer(Path(self._config.data.dir) / "tokenizer")
-        return dynamic_masks(masking_rule(self._config.data, tokenizer), self._config.seed)

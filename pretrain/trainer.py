@@ -100,5 +100,5 @@ def _count_skips(job: Job, applied: bool) -> None:
     if progress.skipped_in_a_row >= limit:
         raise TrainingFault(
             f"{limit} steps in a row, up to step {progress.step}, had a gradient that is not finite "
-            f"(faults.max_skipped_in_a_row); the last checkpoint is from before them: lower optimizer.lr or look at the data"
+            f"(faults.max_skipped_in_a_row); lower optimizer.lr or look at the data of these steps"
         )
