@@ -1,0 +1,46 @@
+"""Exact prediction: every example once, whatever the number of ranks (R33)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from eval.model import TaskModel
+from eval.packing import build_batch, ranges, token_budget_batches
+from eval.problems import Problem
+
+TOKENS_PER_BATCH = 8192
+"""Ids of one evaluation batch on CPU and GPU alike; results do not depend on it beyond rounding."""
+
+
+@torch.inference_mode()
+def predict(model: TaskModel, problem: Problem, *, tokens: int = TOKENS_PER_BATCH) -> np.ndarray:
+    """Logits of every row of the problem, in its order.
+
+    Where a process group is up, each rank computes its share of the rows and all get the whole.
+
+    Returns:
+        float32, (E, K), or (N, K) for a head on every token.
+    """
+    encoded = problem.encoded
+    device = next(model.parameters()).device
+    batches = list(token_budget_batches(encoded.lengths, tokens))
+    grouped = dist.is_available() and dist.is_initialized()
+    rank, world = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+    was_training = model.training
+    model.eval()
+    parts = [(rows, model(build_batch(encoded, rows).to(device)).cpu().numpy()) for rows in batches[rank::world]]
+    model.train(was_training)
+    if grouped:
+        gathered: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(world)]
+        dist.all_gather_object(gathered, parts)
+        parts = [part for share in gathered for part in share]
+    out = np.empty((len(encoded.ids) if model.per_token else len(encoded), model.outputs), dtype=np.float32)
+    filled = 0
+    for rows, logits in parts:
+        out[ranges(encoded.offsets[rows], encoded.lengths[rows]) if model.per_token else rows] = logits
+        filled += len(rows)
+    if filled != len(encoded):
+        raise RuntimeError(f"{filled} predictions for {len(encoded)} examples; expected each once")
+    return out

@@ -1,0 +1,118 @@
+"""`python -m eval.run --model DIR --tasks NAMES --data DIR --output DIR`: fine-tune a checkpoint on tasks and score it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.tasks import TASKS, Task, TaskError, select_tasks
+
+_OVERRIDES = ("epochs", "batch_size", "learning_rate", "max_length")
+
+
+def _task_lines() -> str:
+    lines = ["tasks and the files they expect below --data (or its folder glue/), .gz accepted:"]
+    for task in TASKS.values():
+        files = ", ".join(
+            split.file for name, split in task.splits.items() if name == "train" or name in task.dev_splits
+        )
+        train = f"; train of {task.train_task}" if task.train_task else ""
+        labels = f", {task.labels_file}" if task.labels_file else ""
+        lines.append(f"  {task.name:<11} {task.folder}/{{{files}{labels}}}{train}")
+        lines.append(f"  {'':<11} {task.about}; {', '.join(task.metrics)}")
+    return "\n".join(lines)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; its help lists every task."""
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.run",
+        description=__doc__,
+        epilog=_task_lines(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, type=Path, help="Hugging Face folder (pretrain.export writes one)")
+    parser.add_argument("--tasks", required=True, nargs="+", help="task names, or glue for all nine")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=os.environ.get("CLOZEWORKS_DATA"),
+        help="folder with the official files (default: $CLOZEWORKS_DATA)",
+    )
+    parser.add_argument("--output", required=True, type=Path, help="folder for results; finished ones are kept")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each task, with seeds 0, 1, ... (default 1)")
+    parser.add_argument("--first-seed", type=int, default=0, help="count seeds from here (default 0)")
+    parser.add_argument("--max-train-examples", type=int, default=0, help="train on this many only; 0: all")
+    parser.add_argument("--epochs", type=int, help="instead of the task's recipe")
+    parser.add_argument("--batch-size", type=int, help="instead of the task's recipe")
+    parser.add_argument("--learning-rate", type=float, help="instead of the task's recipe")
+    parser.add_argument("--max-length", type=int, help="tokens per example, instead of the task's recipe")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one")
+    parser.add_argument("--dry-run", action="store_true", help="read the data, say what would run, train nothing")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the command; returns the exit code."""
+    options = build_parser().parse_args(arguments)
+    from data_pipeline.config import ConfigError
+    from eval.readers import ReadError
+
+    try:
+        _run(options)
+    except (TaskError, ReadError, ConfigError) as error:
+        print(f"eval.run: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    from eval.suite import Plan, run_suite
+
+    tasks = select_tasks(options.tasks)
+    if options.data is None:
+        raise TaskError("no data folder: pass --data or set CLOZEWORKS_DATA")
+    for name in ("seeds", "first_seed", "max_train_examples"):
+        if getattr(options, name) < (1 if name == "seeds" else 0):
+            raise TaskError(f"--{name.replace('_', '-')} is too small: {getattr(options, name)}")
+    overrides: dict[str, Any] = {
+        name: getattr(options, name) for name in _OVERRIDES if getattr(options, name) is not None
+    }
+    plan = Plan(
+        data=Path(options.data),
+        output=options.output,
+        seeds=options.seeds,
+        first_seed=options.first_seed,
+        max_train_examples=options.max_train_examples,
+        overrides=overrides,
+        device=options.device,
+    )
+    if options.dry_run:
+        _describe(tasks, plan, options.model)
+        return
+    from eval.source import ModelSource
+
+    print(f"results: {run_suite(ModelSource(options.model), tasks, plan)}")
+
+
+def _describe(tasks: Sequence[Task], plan: Any, model: Path) -> None:
+    from eval.suite import read_task
+
+    print(f"model {model}, data {plan.data}, output {plan.output}; nothing is trained")
+    for task in tasks:
+        data, recipe = read_task(task, plan), plan.recipe(task)
+        scored = ", ".join(f"{name} {len(examples)}" for name, examples in data.scored.items())
+        steps = -(-len(data.train) // recipe.batch_size) * recipe.epochs
+        print(
+            f"{task.name}: train on {len(data.train)}, score {scored}; batch {recipe.batch_size}, "
+            f"rate {recipe.learning_rate:g}, {recipe.epochs} epochs, {steps} steps x {plan.seeds} seeds, "
+            f"up to {recipe.max_length} tokens"
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,219 @@
+"""The fine-tuning loop with a tiny real encoder: it learns, repeats itself, and does what plain transformers code does."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from eval.finetune import epoch_batches, finetune, total_steps
+from eval.metrics import compute
+from eval.model import TaskModel
+from eval.packing import Encoded, encode_examples
+from eval.predict import predict
+from eval.problems import ChoiceProblem, ClassProblem, RegressionProblem, SpanProblem, TagProblem
+from eval.source import ModelSource
+from eval.tasks import Recipe, TaskError
+from pretrain.schedule import ScheduleConfig, learning_rate
+
+NOISE = ["the", "a", "film", "plot", "actors", "and", "it", "cat", "dog", "sat"]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *NOISE, "good", "great", "bad", "awful", "##s", "."]
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with a random two-layer BERT, dropout off, and a vocabulary of its own."""
+    from transformers import BertConfig, BertModel
+
+    folder = tmp_path_factory.mktemp("tiny-bert")
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        initializer_range=0.1,
+    )
+    BertModel(config).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def source(tiny_folder: Path) -> ModelSource:
+    return ModelSource(tiny_folder)
+
+
+def reviews(number: int) -> tuple[list[str], np.ndarray]:
+    """Sentences whose label is written in them, and distractors around it."""
+    rng = np.random.default_rng(7)
+    labels = rng.integers(0, 2, number)
+    words = [["bad", "awful"], ["good", "great"]]
+    texts = [
+        " ".join([*rng.choice(NOISE, rng.integers(1, 9)), rng.choice(words[label]), *rng.choice(NOISE, 2)])
+        for label in labels
+    ]
+    return texts, labels
+
+
+def class_problem(source: ModelSource, number: int) -> ClassProblem:
+    texts, labels = reviews(number)
+    return ClassProblem(encoded=encode_examples(source.tokenizer, texts, None, 32), labels=labels, outputs=2)
+
+
+FAST = Recipe(batch_size=16, learning_rate=5e-3, epochs=3, max_length=32)
+
+
+def test_it_learns_and_the_seed_decides_everything(source: ModelSource) -> None:
+    problem = class_problem(source, 200)
+    first = finetune(source.encoder(), problem, FAST, seed=3)
+    assert len(first.losses) == total_steps(200, FAST) == 39 and first.examples_per_second > 0
+    predicted = predict(first.model, problem).argmax(1)
+    assert compute(("accuracy",), problem.labels, predicted)["accuracy"].value == 1.0
+    assert finetune(source.encoder(), problem, FAST, seed=3).losses == first.losses
+    assert finetune(source.encoder(), problem, FAST, seed=4).losses != first.losses
+
+
+def test_the_source_is_not_changed_by_training(source: ModelSource) -> None:
+    before = {name: tensor.clone() for name, tensor in source.encoder().state_dict().items()}
+    trained = finetune(source.encoder(), class_problem(source, 16), FAST, seed=0)
+    assert all(torch.equal(before[name], tensor) for name, tensor in source.encoder().state_dict().items())
+    assert not torch.equal(before["layers.0.qkv.weight"], trained.model.encoder.state_dict()["layers.0.qkv.weight"])
+
+
+def test_same_losses_as_plain_transformers_code(source: ModelSource, tiny_folder: Path) -> None:
+    """Same weights, order and recipe: the losses of 20 steps agree to 1e-4."""
+    from transformers import BertForSequenceClassification, BertTokenizerFast
+
+    texts, labels = reviews(100)
+    others = texts[50:] + texts[:50]
+    recipe = Recipe(batch_size=8, learning_rate=1e-3, epochs=2, max_length=24)
+    encoded = encode_examples(source.tokenizer, texts, others, recipe.max_length)
+    ours = finetune(source.encoder(), ClassProblem(encoded=encoded, labels=labels, outputs=2), recipe, seed=5)
+
+    torch.manual_seed(5)
+    start = TaskModel(source.encoder(), 2, per_token=False)
+    peer = BertForSequenceClassification.from_pretrained(tiny_folder, num_labels=2)
+    peer.classifier.load_state_dict(start.classifier.state_dict())
+    peer.train()
+    plain = [p for name, p in peer.named_parameters() if "bias" in name or "LayerNorm" in name]
+    decaying = [p for name, p in peer.named_parameters() if "bias" not in name and "LayerNorm" not in name]
+    groups = [{"params": decaying, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, eps=1e-6)
+    tokenizer = BertTokenizerFast(vocab=str(tiny_folder / "vocab.txt"))
+    schedule, losses = ScheduleConfig(warmup_steps=2), []
+    for epoch in range(2):
+        for units in epoch_batches(100, 8, 5, epoch):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(len(losses) + 1, peak=1e-3, total_steps=26, schedule=schedule)
+            pairs = [[texts[unit] for unit in units], [others[unit] for unit in units]]
+            batch = tokenizer(*pairs, truncation=True, max_length=24, padding=True, return_tensors="pt")
+            loss = peer(**batch, labels=torch.from_numpy(labels[units])).loss
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+    assert encoded.truncated > 0 and max(losses[:20]) > min(losses[:20]) + 0.1
+    assert ours.losses[:20] == pytest.approx(losses[:20], abs=1e-4)
+
+
+def test_r32_regression_loss_and_a_last_batch_of_one(source: ModelSource) -> None:
+    texts, _ = reviews(17)
+    encoded = encode_examples(source.tokenizer, texts, None, 32)
+    problem = RegressionProblem(encoded=encoded, labels=np.arange(17) / 4)
+    assert float(problem.loss(torch.tensor([[1.0], [2.0], [3.0]]), np.array([4, 8, 12]))) == 0.0
+    trained = finetune(source.encoder(), problem, Recipe(batch_size=16, epochs=1, max_length=32), seed=0)
+    assert len(trained.losses) == 2 and all(map(math.isfinite, trained.losses))
+    assert predict(trained.model, problem).shape == (17, 1)
+
+
+def test_divergence_stops_and_is_said(source: ModelSource) -> None:
+    encoder = source.encoder()
+    with torch.no_grad():
+        encoder.layers[0].qkv.weight[0, 0] = math.nan
+    trained = finetune(encoder, class_problem(source, 40), FAST, seed=0)
+    assert trained.diverged_at == 1 and len(trained.losses) == 1
+
+
+def test_r33_batches_do_not_matter_and_every_example_comes_once(source: ModelSource) -> None:
+    problem = class_problem(source, 22)
+    model = TaskModel(source.encoder(), 2, per_token=False)
+    whole = predict(model, problem)
+    assert whole.shape == (22, 2)
+    assert np.allclose(whole, predict(model, problem, tokens=40), atol=1e-6)
+    tokens = predict(TaskModel(source.encoder(), 3, per_token=True), problem, tokens=40)
+    assert tokens.shape == (len(problem.encoded.ids), 3)
+
+
+_RANK = """
+import sys, numpy as np, torch, torch.distributed as dist
+from eval.predict import predict
+rank, folder = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
+model, problem = torch.load(f"{folder}/case.pt", weights_only=False)
+np.save(f"{folder}/{rank}.npy", predict(model, problem, tokens=30))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_r33_three_ranks_score_every_example_once(source: ModelSource, tmp_path: Path) -> None:
+    problem = class_problem(source, 22)
+    model = TaskModel(source.encoder(), 2, per_token=False)
+    torch.save((model, problem), tmp_path / "case.pt")
+    ranks = [subprocess.Popen([sys.executable, "-c", _RANK, str(rank), str(tmp_path)]) for rank in range(3)]
+    assert [process.wait(timeout=300) for process in ranks] == [0, 0, 0]
+    alone = predict(model, problem, tokens=30)
+    for rank in range(3):
+        assert np.array_equal(np.load(tmp_path / f"{rank}.npy"), alone)
+
+
+def flat(lengths: list[int]) -> Encoded:
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return Encoded(
+        ids=np.zeros(sum(lengths), dtype=np.int32), offsets=offsets, segment_a=np.array(lengths), truncated=0
+    )
+
+
+def test_span_loss_is_a_softmax_over_each_window() -> None:
+    problem = SpanProblem(encoded=flat([4, 2, 3]), starts=np.array([1, 0, 2]), ends=np.array([3, 0, 2]))
+    logits = torch.randn(7, 2, generator=torch.Generator().manual_seed(0))
+    by_hand = [
+        torch.logsumexp(part[:, side], 0) - part[place, side]
+        for part, places in zip(logits.split([3, 4]), [(2, 2), (1, 3)], strict=True)
+        for side, place in enumerate(places)
+    ]
+    assert float(problem.loss(logits, np.array([2, 0]))) == pytest.approx(float(sum(by_hand)) / 4, abs=1e-6)
+
+
+def test_choice_and_tag_losses() -> None:
+    choice = ChoiceProblem(encoded=flat([2] * 6), labels=np.array([1, 2]), choices=3)
+    assert len(choice) == 2 and choice.rows(np.array([1, 0])).tolist() == [3, 4, 5, 0, 1, 2]
+    logits = torch.tensor([[0.0], [0.0], [9.0], [0.0], [9.0], [0.0]])
+    assert float(choice.loss(logits, np.array([1, 0]))) < 1e-3
+    tags = TagProblem(encoded=flat([3, 2]), tags=np.array([-1, 0, 1, -1, 1]), outputs=2)
+    logits = torch.tensor([[5.0, 0], [0, 9], [0, 0], [9, 0], [0, 9]])
+    assert float(tags.loss(logits, np.array([0, 1]))) == pytest.approx((9.0 + math.log(2)) / 3, abs=1e-3)
+
+
+def test_source_errors(tmp_path: Path, tiny_folder: Path) -> None:
+    with pytest.raises(TaskError, match=r"no config.json; --model takes a Hugging Face folder"):
+        ModelSource(tmp_path)
+    (tmp_path / "config.json").write_bytes((tiny_folder / "config.json").read_bytes())
+    with pytest.raises(TaskError, match=r"expected .* vocab.txt"):
+        ModelSource(tmp_path)
+    (tmp_path / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    with pytest.raises(TaskError, match=r"model.safetensors"):
+        ModelSource(tmp_path)
