@@ -158,6 +158,8 @@ class BertForPreTraining(nn.Module):
     @torch.no_grad()
     def initialize(self) -> None:
         """Weights from a truncated normal (two standard deviations, as BERT's own code), biases 0, norms 1."""
+        if self.word_embedding.is_meta:
+            return
         deviation = self.config.initializer_range
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -167,7 +169,7 @@ class BertForPreTraining(nn.Module):
         self.encoder.embeddings.word.weight[self.config.vocab_size :].zero_()
 
     @property
-    def word_embedding(self) -> nn.Parameter:
+    def word_embedding(self) -> torch.Tensor:
         """The table that embeds ids and, tied, scores them."""
         return self.encoder.embeddings.word.weight
 

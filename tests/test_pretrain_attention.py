@@ -1,0 +1,133 @@
+"""Attention on packed examples: backends agree, examples do not see each other, dropout is really there."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pretrain.attention import attention, choose_backend, describe_attention, plan_attention
+from pretrain.dropout import dropout, dropout_add, keep_mask, kept_share
+
+HEADS, WIDTH = 2, 8
+LENGTHS = [[5, 5, 5], [7, 3, 64, 60, 61, 3], [1, 9]]
+KINDS = [(False, 0), (True, 0), (False, 4), (True, 6)]
+
+
+def ends(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+
+
+def run(lengths, backend, causal, window, dtype=torch.float64):
+    cu_seqlens, tokens = ends(lengths), sum(lengths)
+    generator = torch.Generator().manual_seed(1)
+    qkv = torch.randn(tokens, 3 * WIDTH, generator=generator, dtype=dtype).requires_grad_()
+    plan = plan_attention(cu_seqlens, max(lengths), tokens, dtype, 0.0, backend)
+    out = attention(qkv, plan, HEADS, 0.0, causal, window)
+    weights = torch.randn(out.shape, generator=generator, dtype=dtype)
+    (out * weights).sum().backward()
+    return out.detach(), qkv.grad
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(("causal", "window"), KINDS)
+def test_repadded_rows_agree_with_the_reference(lengths, causal, window):
+    expected, expected_gradient = run(lengths, "reference", causal, window)
+    found, gradient = run(lengths, "padded", causal, window)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(gradient, expected_gradient, atol=1e-12, rtol=0)
+
+
+def test_rows_are_grouped_so_that_little_is_padded():
+    lengths = [128] * 20 + [5, 40, 77, 126, 121, 6, 39]
+    plan = plan_attention(ends(lengths), 128, sum(lengths), torch.float32, 0.0)
+    rows = sum(group.count * group.length for group in plan.groups)
+    assert len(plan.groups) > 1
+    assert sum(lengths) < rows < 1.03 * sum(lengths)
+
+
+def test_equal_lengths_are_not_copied():
+    plan = plan_attention(ends([6, 6]), 6, 12, torch.float32, 0.0)
+    assert plan.pad_R is None
+    assert plan.groups[0].key_mask_BL is None
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(("causal", "window"), KINDS)
+def test_attention_with_dropout_has_the_gradient_of_its_mask(lengths, causal, window):
+    """The hand-written backward pass against finite differences: the same seed draws the same mask."""
+    tokens = sum(lengths)
+    plan = plan_attention(ends(lengths), max(lengths), tokens, torch.float64, 0.3)
+    generator = torch.Generator().manual_seed(2)
+    qkv = torch.randn(tokens, 3 * WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
+
+    def value(x):
+        torch.manual_seed(3)
+        return (attention(x, plan, HEADS, 0.3, causal, window) ** 2).sum()
+
+    value(qkv).backward()
+    direction = torch.randn(qkv.shape, generator=generator, dtype=torch.float64)
+    step = 1e-6
+    with torch.no_grad():
+        slope = (value(qkv + step * direction) - value(qkv - step * direction)) / (2 * step)
+    assert slope.item() == pytest.approx((qkv.grad * direction).sum().item(), rel=1e-6)
+
+
+def test_attention_dropout_keeps_the_mean_and_is_not_left_out():
+    lengths = [12, 12]
+    qkv = torch.randn(24, 3 * WIDTH, generator=torch.Generator().manual_seed(4))
+    plain = attention(qkv, plan_attention(ends(lengths), 12, 24, qkv.dtype, 0.0), HEADS)
+    plan = plan_attention(ends(lengths), 12, 24, qkv.dtype, 0.2)
+    torch.manual_seed(5)
+    draws = torch.stack([attention(qkv, plan, HEADS, 0.2) for _ in range(2000)])
+    assert not torch.equal(draws[0], draws[1])
+    assert (draws.mean(0) - plain).abs().max() < 6 * draws.std(0).max() / math.sqrt(2000)
+
+
+def test_half_precision_masks_do_not_overflow():
+    lengths = [9, 4, 8]
+    qkv = (torch.randn(21, 3 * WIDTH, generator=torch.Generator().manual_seed(6)) * 30).half()
+    for rate in (0.0, 0.1):
+        plan = plan_attention(ends(lengths), 9, 21, qkv.dtype, rate)
+        assert attention(qkv, plan, HEADS, rate, True, 2).isfinite().all()
+
+
+def test_backend_table_never_drops_dropout():
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert choose_backend(cpu, torch.float32, 0.1) == "padded"
+    assert choose_backend(cuda, torch.float32, 0.0) == "padded"
+    assert choose_backend(cuda, torch.bfloat16, 0.1) in ("flash_attn", "padded")
+    assert choose_backend(cuda, torch.bfloat16, 0.0) in ("flash_attn", "varlen")
+    assert "padded" in describe_attention(cpu, torch.float32, 0.1)
+    with pytest.raises(ValueError, match="no dropout"):
+        plan_attention(ends([3]), 3, 3, torch.bfloat16, 0.1, "varlen")
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_dropout_keeps_the_stated_share_and_the_mean(rate):
+    torch.manual_seed(7)
+    keep = keep_mask((1000, 401), rate)
+    assert keep.float().mean().item() == pytest.approx(1 - rate, abs=0.003)
+    assert kept_share(rate) == pytest.approx(1 - rate, abs=1e-5)
+    x = torch.ones(1000, 401, requires_grad=True)
+    torch.manual_seed(7)
+    out = dropout(x, rate, True)
+    assert torch.equal(out != 0, keep)
+    torch.testing.assert_close(out[keep], torch.full_like(out[keep], 1 / kept_share(rate)))
+    out.sum().backward()
+    assert torch.equal(x.grad, out.detach())
+    assert dropout(x, rate, False) is x
+
+
+def test_dropout_with_residual_equals_the_sum():
+    x, residual = (torch.randn(30, 7, requires_grad=True) for _ in range(2))
+    torch.manual_seed(8)
+    expected = residual + dropout(x, 0.3, True)
+    torch.manual_seed(8)
+    found = dropout_add(x, residual, 0.3, True)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn(30, 7)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, (x, residual), weights), torch.autograd.grad(expected, (x, residual), weights)
+    )
