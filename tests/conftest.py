@@ -62,19 +62,24 @@ def _write_dataset(
 
 
 def random_block(rng: np.random.Generator, examples: int, mask_sets: int) -> Block:
-    """Examples of 6 to 24 ids below 100, each with 1 to 3 predictions in each mask set."""
+    """Examples `[CLS] A [SEP] B [SEP]` of 6 to 24 ids below 100, each with 1 to 3 predictions in each mask set."""
     lengths = rng.integers(6, 25, examples)
+    a_lengths = rng.integers(3, lengths - 1)
     counts = rng.integers(1, 4, (mask_sets, examples))
+    ids = rng.integers(5, 100, lengths.sum()).astype(np.uint16)
+    ends = np.cumsum(lengths)
+    ids[ends - lengths] = 2
+    ids[ends - 1] = ids[ends - lengths + a_lengths - 1] = 3
     positions = [
-        np.sort(rng.choice(np.arange(1, lengths[i] - 1), counts[s, i], replace=False))
+        np.sort(rng.choice(np.delete(np.arange(1, lengths[i] - 1), a_lengths[i] - 2), counts[s, i], replace=False))
         for s in range(mask_sets)
         for i in range(examples)
     ]
     flat_positions = np.concatenate([np.zeros(0, np.int64), *positions])
     return Block(
-        input_ids=rng.integers(5, 100, lengths.sum()).astype(np.uint16),
+        input_ids=ids,
         lengths=lengths.astype(np.uint16),
-        segment_a_lengths=rng.integers(2, lengths).astype(np.uint16),
+        segment_a_lengths=a_lengths.astype(np.uint16),
         nsp_labels=rng.integers(0, 2, examples).astype(np.int8),
         mask_counts=counts.astype(np.uint16),
         mask_positions=flat_positions.astype(np.uint16),
