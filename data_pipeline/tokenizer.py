@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from data_pipeline.config import TokenizerConfig
+from data_pipeline.sentencepiece_model import MODEL_FILE, SentencePieceTokenizer
 from data_pipeline.tokenizer_folder import (
     DESCRIPTOR,
     Normalisation,
@@ -86,10 +87,13 @@ class Tokenizer(Protocol):
         """Write the folder that `load_tokenizer` and `transformers.AutoTokenizer` read."""
 
 
-def normalisation_of(config: TokenizerConfig) -> Normalisation:
-    """The flags of a configuration; an accent setting of None follows `lowercase`, as in BERT."""
+def normalisation_of(config: TokenizerConfig, wordpiece: bool = True) -> Normalisation:
+    """The flags of a configuration; an accent setting of None follows `lowercase`, as in BERT.
+
+    `split_cjk` is a rule of WordPiece: SentencePiece models split text without white space by themselves.
+    """
     strip = config.lowercase if config.strip_accents is None else config.strip_accents
-    return Normalisation(lowercase=config.lowercase, strip_accents=strip, split_cjk=config.split_cjk)
+    return Normalisation(lowercase=config.lowercase, strip_accents=strip, split_cjk=config.split_cjk and wordpiece)
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
@@ -101,7 +105,11 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     directory = Path(directory)
     descriptor = read_descriptor(directory)
     flags = stored_flags(descriptor)
-    tokenizer: Tokenizer = WordPieceTokenizer(read_vocab(directory / "vocab.txt"), flags, directory / "vocab.txt")
+    tokenizer: Tokenizer
+    if descriptor["kind"] == WordPieceTokenizer.kind:
+        tokenizer = WordPieceTokenizer(read_vocab(directory / "vocab.txt"), flags, directory / "vocab.txt")
+    else:
+        tokenizer = _read_model(directory / MODEL_FILE, flags)
     if tokenizer.fingerprint != descriptor["fingerprint"]:
         raise TokenizerError(
             f"{directory}: the vocabulary does not match the fingerprint in {DESCRIPTOR}; "
@@ -111,10 +119,10 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def import_tokenizer(path: str | Path, config: TokenizerConfig) -> Tokenizer:
-    """A finished vocabulary from elsewhere: a folder of ours or of Hugging Face, a `vocab.txt` or `tokenizer.json`.
+    """A finished vocabulary: a folder of ours or of Hugging Face, a `vocab.txt`, `tokenizer.json` or `.model` file.
 
     Flags stored beside the vocabulary hold; a flag written in the configuration that contradicts them is an error.
-    A bare `vocab.txt` takes the configuration's flags.
+    A bare `vocab.txt` or `.model` takes the configuration's flags.
 
     Raises:
         TokenizerError: nothing usable at `path`, or the flags contradict each other.
@@ -126,6 +134,8 @@ def import_tokenizer(path: str | Path, config: TokenizerConfig) -> Tokenizer:
         raise TokenizerError(f"{path}: no such file or folder; tokenizer.path must name a finished vocabulary")
     if path.suffix == ".json":
         return _import_json(path, config)
+    if path.suffix == ".model":
+        return _read_model(path, normalisation_of(config, wordpiece=False))
     return WordPieceTokenizer(read_vocab(path), normalisation_of(config), path)
 
 
@@ -134,12 +144,21 @@ def _import_folder(path: Path, config: TokenizerConfig) -> Tokenizer:
         tokenizer = load_tokenizer(path)
         _refuse_contradiction(path, tokenizer.flags, config)
         return tokenizer
-    if (path / "tokenizer.json").exists():
+    if (path / "tokenizer.json").exists() and not (path / MODEL_FILE).exists():
         return _import_json(path / "tokenizer.json", config)
     if (path / "vocab.txt").exists():
         flags = _transformers_flags(path / "tokenizer_config.json", config)
         return WordPieceTokenizer(read_vocab(path / "vocab.txt"), flags, path / "vocab.txt")
-    raise TokenizerError(f"{path}: expected {DESCRIPTOR}, tokenizer.json or vocab.txt in the folder")
+    if found := sorted(path.glob("*.model")):
+        return _read_model(found[0], normalisation_of(config, wordpiece=False))
+    raise TokenizerError(f"{path}: expected {DESCRIPTOR}, tokenizer.json, vocab.txt or a .model file in the folder")
+
+
+def _read_model(path: Path, flags: Normalisation) -> Tokenizer:
+    try:
+        return SentencePieceTokenizer(path.read_bytes(), flags, path)
+    except OSError as error:
+        raise TokenizerError(f"{path}: cannot read the model ({error.strerror})") from error
 
 
 def _import_json(path: Path, config: TokenizerConfig) -> Tokenizer:
@@ -190,7 +209,7 @@ def _transformers_flags(path: Path, config: TokenizerConfig) -> Normalisation:
 
 def _refuse_contradiction(path: Path, flags: Normalisation, config: TokenizerConfig) -> None:
     """A flag set on purpose that differs from the stored one would be ignored silently: refuse it."""
-    for name in ("lowercase", "strip_accents", "split_cjk"):
+    for name in Normalisation.__slots__:
         wanted, stored = getattr(config, name), getattr(flags, name)
         if name in config.model_fields_set and wanted is not None and wanted != stored:
             raise TokenizerError(

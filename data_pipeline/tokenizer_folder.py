@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from data_pipeline.artefacts import write_text
 
 DESCRIPTOR = "clozeworks_tokenizer.json"
 SCHEMA = 1
+_SURROGATE = re.compile("[\ud800-\udfff]")
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -106,3 +108,8 @@ def read_descriptor(directory: Path) -> dict[str, Any]:
 def stored_flags(descriptor: dict[str, Any]) -> Normalisation:
     """The normalisation flags of a descriptor."""
     return Normalisation(**{name: bool(descriptor[name]) for name in Normalisation.__slots__})
+
+
+def without_surrogates(text: str) -> str:
+    """The text with U+FFFD for lone surrogates, which are not text but can stand in a Python string."""
+    return _SURROGATE.sub("\ufffd", text)

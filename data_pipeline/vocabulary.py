@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+import sentencepiece
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from data_pipeline.artefacts import write_text
 from data_pipeline.config import TokenizerConfig
+from data_pipeline.sentencepiece_model import SentencePieceTokenizer, normalise, text_normalizer
 from data_pipeline.text_sample import PIECE_CHARACTERS, TextSample
 from data_pipeline.tokenizer import Tokenizer, normalisation_of
-from data_pipeline.tokenizer_folder import SPECIAL_TOKENS, Normalisation, TokenizerError
+from data_pipeline.tokenizer_folder import SPECIAL_TOKENS, Normalisation, TokenizerError, without_surrogates
 from data_pipeline.wordpiece import MAX_WORD_CHARACTERS, PREFIX, WordPieceTokenizer, bert_normalizer
 
 REPORT = "training_report.json"
@@ -24,6 +28,10 @@ CHARACTER_COVERAGE = 0.9999
 """Share of the sample's characters that get an entry; the rarest rest becomes unknown."""
 MIN_FREQUENCY = 2
 """A piece that occurs once is not worth an entry."""
+_TRAINER_THREADS = 4
+# The threads of the SentencePiece trainer add floating-point sums in an order of their own: fixed, for the same bytes on
+# every machine.
+_RESERVED = "\u2585"
 _LONG = re.compile(rf"\S{{{MAX_WORD_CHARACTERS + 1},}}")
 
 
@@ -94,7 +102,12 @@ def train_vocabulary(
             "offered, none with a visible character; check corpus.paths and the drop counts of the readers"
         )
     skipped = _Skipped()
-    tokenizer: Tokenizer = train_wordpiece(pieces, config.vocab_size, normalisation_of(config), skipped)
+    tokenizer: Tokenizer
+    if config.kind == "wordpiece":
+        tokenizer = train_wordpiece(pieces, config.vocab_size, normalisation_of(config), skipped)
+    else:
+        flags = normalisation_of(config, wordpiece=False)
+        tokenizer = train_sentencepiece(pieces, config.kind, config.vocab_size, flags, skipped)
     if skipped.size > max_skipped * sample.bytes_kept:
         raise TokenizerError(_too_much(skipped, sample.bytes_kept, max_skipped))
     report = TrainingReport(
@@ -153,8 +166,57 @@ def train_wordpiece(
     return WordPieceTokenizer(sorted(ids, key=ids.__getitem__), flags)
 
 
+def train_sentencepiece(
+    pieces: Sequence[str], kind: Literal["unigram", "bpe"], vocab_size: int, flags: Normalisation, skipped: _Skipped
+) -> SentencePieceTokenizer:
+    """Train a SentencePiece model whose special ids are those of ALBERT ([PAD] 0, [UNK] 1, [CLS] 2, [SEP] 3, [MASK] 4).
+
+    Raises:
+        TokenizerError: the trainer refuses, for instance a size too small for the characters of the text.
+    """
+    pad, unk, cls, sep, mask = SPECIAL_TOKENS
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_lines(pieces, flags, skipped),
+            model_writer=model,
+            model_type=kind,
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,
+            seed_sentencepiece_size=min(1_000_000, 25 * vocab_size),
+            character_coverage=CHARACTER_COVERAGE,
+            num_threads=_TRAINER_THREADS,
+            max_sentence_length=4 * PIECE_CHARACTERS + 4,
+            normalization_rule_name="nmt_nfkc",
+            pad_id=0,
+            unk_id=1,
+            bos_id=2,
+            eos_id=3,
+            pad_piece=pad,
+            unk_piece=unk,
+            bos_piece=cls,
+            eos_piece=sep,
+            control_symbols=[mask],
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        raise TokenizerError(f"tokenizer.vocab_size = {vocab_size}: SentencePiece cannot train it: {error}") from error
+    return SentencePieceTokenizer(model.getvalue(), flags)
+
+
+def _lines(pieces: Iterable[str], flags: Normalisation, skipped: _Skipped) -> Iterator[str]:
+    """Normalised lines for SentencePiece; it takes no NUL, and no line with a character that it uses internally."""
+    normalizer = text_normalizer(flags)
+    for piece in pieces:
+        for line in normalise(piece, normalizer, flags).replace("\0", "").split("\n"):
+            if _RESERVED in line:
+                skipped.add(line)
+            elif line.strip():
+                yield line
+
+
 def _clean(piece: str) -> str:
-    return piece if piece.isascii() else piece.encode("utf-8", "replace").decode("utf-8")
+    return piece if piece.isascii() else without_surrogates(piece)
 
 
 def _usable(text: str, skipped: _Skipped) -> str:

@@ -26,6 +26,7 @@ from data_pipeline.tokenizer_folder import (
     SpecialIds,
     TokenizerError,
     fingerprint,
+    without_surrogates,
     write_descriptor,
 )
 
@@ -39,7 +40,6 @@ CJK = re.compile(
     "[\u4e00-\u9fff\u3400-\u4dbf\U00020000-\U0002a6df\U0002a700-\U0002b73f\U0002b740-\U0002b81f"
     "\U0002b820-\U0002ceaf\uf900-\ufaff\U0002f800-\U0002fa1f]"
 )
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _UNUSED = re.compile(r"\[unused\d+\]")
 # Separators 0x1c-0x1f and 0x85 are white space to `re` but deleted by BERT, so they join what stands around them. A
 # character lower-cases to three at most, hence a third of the limit.
@@ -159,7 +159,7 @@ class WordPieceTokenizer:
         try:
             ids, lengths = self._encoder.encode_batch_flat(prepared, add_special_tokens=False)
         except UnicodeEncodeError:  # lone surrogates, which JSON can carry; U+FFFD is deleted by normalisation
-            return self.encode_flat([_SURROGATE.sub("\ufffd", text) for text in texts])
+            return self.encode_flat([without_surrogates(text) for text in texts])
         return ids.astype(np.int32), lengths.astype(np.int64)
 
     def _normalise(self, text: str) -> str:
@@ -189,7 +189,7 @@ class WordPieceTokenizer:
         """Combining marks (category Mn) that normalisation deletes from these texts; 0 with accent stripping off."""
         if not self.flags.strip_accents:
             return 0
-        return sum(_marks(text) for text in texts if not text.isascii())
+        return count_marks(texts)
 
     def count_overlong_words(self, texts: Sequence[str]) -> int:
         """Words of more than `MAX_WORD_CHARACTERS` characters, each of which becomes one unknown token."""
@@ -241,8 +241,14 @@ def _has_cjk(text: str) -> bool:
     return not text.isascii() and CJK.search(text) is not None
 
 
-def _marks(text: str) -> int:
-    return sum(unicodedata.category(character) == "Mn" for character in unicodedata.normalize("NFD", text))
+def count_marks(texts: Sequence[str]) -> int:
+    """Combining marks (category Mn) in the decomposed texts."""
+    return sum(
+        unicodedata.category(character) == "Mn"
+        for text in texts
+        if not text.isascii()
+        for character in unicodedata.normalize("NFD", text)
+    )
 
 
 def read_vocab(path: Path) -> list[str]:

@@ -1,0 +1,227 @@
+"""SentencePiece unigram and BPE: encoded with `sentencepiece`, stored as `spiece.model` and `tokenizer.json`.
+
+Text is lower-cased and stripped of accents first, as the flags say, and then normalised by the model's own rules (NFKC).
+Special tokens are control symbols, which `sentencepiece` never matches in text, so markers in a corpus are ordinary text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as HFTokenizer
+
+from data_pipeline.artefacts import write_bytes, write_text
+from data_pipeline.tokenizer_folder import (
+    Normalisation,
+    SpecialIds,
+    TokenizerError,
+    fingerprint,
+    without_surrogates,
+    write_descriptor,
+)
+from data_pipeline.wordpiece import count_marks
+
+MODEL_FILE = "spiece.model"
+WORD_START = "\u2581"
+model_pb2: Any = sentencepiece_model_pb2  # generated code without type information
+_PIECE = model_pb2.ModelProto.SentencePiece
+_NAMES = {"pad": ("[PAD]", "<pad>"), "cls": ("[CLS]",), "sep": ("[SEP]",), "mask": ("[MASK]", "<mask>")}
+
+
+def text_normalizer(flags: Normalisation) -> normalizers.Normalizer | None:
+    """What happens to text before the model's own rules; None where the flags ask for nothing."""
+    steps: list[normalizers.Normalizer] = []
+    if flags.strip_accents:
+        steps += [normalizers.NFKD(), normalizers.StripAccents()]
+    if flags.lowercase:
+        steps.append(normalizers.Lowercase())
+    return normalizers.Sequence(steps) if steps else None
+
+
+def normalise(text: str, normalizer: normalizers.Normalizer | None, flags: Normalisation) -> str:
+    """`text_normalizer` applied, ASCII (which has no accents) by the short way."""
+    if text.isascii():
+        return text.lower() if flags.lowercase else text
+    text = without_surrogates(text)
+    return normalizer.normalize_str(text) if normalizer is not None else text
+
+
+class SentencePieceTokenizer:
+    """The `Tokenizer` protocol for a SentencePiece model.
+
+    Args:
+        model: bytes of the `.model` file.
+        flags: lower-casing and accent stripping; `split_cjk` has no meaning here and must be false.
+        source: where the model came from, for messages.
+
+    Raises:
+        TokenizerError: not a SentencePiece model, neither unigram nor BPE, or a special token is missing.
+    """
+
+    def __init__(self, model: bytes, flags: Normalisation, source: str | Path = "model") -> None:
+        self.flags = flags
+        self._proto = _parse(model, source)
+        self.kind = {1: "unigram", 2: "bpe"}[self._proto.trainer_spec.model_type]
+        self.tokens = [piece.piece for piece in self._proto.pieces]
+        ids = {token: index for index, token in enumerate(self.tokens)}
+        names = {field: next((n for n in names if n in ids), names[0]) for field, names in _NAMES.items()}
+        unknown = next(piece.piece for piece in self._proto.pieces if piece.type == _PIECE.UNKNOWN)
+        self._names = {
+            "pad": names["pad"],
+            "unk": unknown,
+            "cls": names["cls"],
+            "sep": names["sep"],
+            "mask": names["mask"],
+        }
+        self._special = SpecialIds.find(ids, source, list(self._names.values()))
+        for name in set(self._names.values()) - {unknown}:
+            self._proto.pieces[ids[name]].type = _PIECE.CONTROL
+        self._model = self._proto.SerializeToString(deterministic=True)
+        ordinary = [piece.type == _PIECE.NORMAL for piece in self._proto.pieces]
+        self.ordinary_ids = np.flatnonzero(ordinary).astype(np.int32)
+        self.word_starts = np.array(
+            [token.startswith(WORD_START) or not normal for token, normal in zip(self.tokens, ordinary, strict=True)],
+            dtype=bool,
+        )
+        self.fingerprint = fingerprint(self.kind, flags, self._special, self._model)
+        self._normalizer = text_normalizer(flags)
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._model)
+
+    def __reduce__(self) -> tuple[type, tuple[bytes, Normalisation]]:
+        return type(self), (self._model, self.flags)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of entries V."""
+        return len(self.tokens)
+
+    @property
+    def pad_id(self) -> int:
+        """Id of padding."""
+        return self._special.pad
+
+    @property
+    def unk_id(self) -> int:
+        """Id of the unknown token."""
+        return self._special.unk
+
+    @property
+    def cls_id(self) -> int:
+        """Id of [CLS]."""
+        return self._special.cls
+
+    @property
+    def sep_id(self) -> int:
+        """Id of [SEP]."""
+        return self._special.sep
+
+    @property
+    def mask_id(self) -> int:
+        """Id of [MASK]."""
+        return self._special.mask
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of all texts end to end, see `Tokenizer`."""
+        prepared = [normalise(text, self._normalizer, self.flags) for text in texts]
+        rows = self._processor.encode(prepared, out_type=int, num_threads=1)
+        lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+        ids = np.fromiter((i for row in rows for i in row), dtype=np.int32, count=int(lengths.sum()))
+        return ids, lengths
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens shown by name."""
+        special = {getattr(self._special, field): name for field, name in self._names.items()}
+        parts: list[str] = []
+        run: list[int] = []
+        for index in [*(int(i) for i in ids), None]:
+            if index is not None and index not in special:
+                run.append(index)
+                continue
+            if run:
+                parts.append(self._processor.decode(run))
+                run = []
+            if index is not None:
+                parts.append(special[index])
+        return " ".join(parts)
+
+    def count_removed_marks(self, texts: Sequence[str]) -> int:
+        """Combining marks (category Mn) that normalisation deletes from these texts; 0 with accent stripping off."""
+        return count_marks(texts) if self.flags.strip_accents else 0
+
+    def count_overlong_words(self, texts: Sequence[str]) -> int:
+        """Always 0: a word of any length is split into pieces."""
+        return 0
+
+    def save(self, directory: str | Path) -> None:
+        """Write `spiece.model`, `tokenizer.json`, `tokenizer_config.json` (the last two for `transformers`), descriptor."""
+        directory = Path(directory)
+        write_bytes(directory / MODEL_FILE, self._model)
+        write_text(directory / "tokenizer.json", self._exported().to_str(pretty=True) + "\n")
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+            **{f"{field}_token": name for field, name in self._names.items()},
+        }
+        write_text(directory / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+        write_descriptor(
+            directory,
+            kind=self.kind,
+            flags=self.flags,
+            special=self._special,
+            vocab_size=self.vocab_size,
+            digest=self.fingerprint,
+        )
+
+    def _exported(self) -> HFTokenizer:
+        """The model as a `tokenizers` pipeline with the same ids, special tokens matched."""
+        pipeline = HFTokenizer(self._exported_model())
+        before = [] if self._normalizer is None else [self._normalizer]
+        charsmap = self._proto.normalizer_spec.precompiled_charsmap
+        own: list[normalizers.Normalizer] = [normalizers.Precompiled(charsmap)] if charsmap else []
+        # sentencepiece removes white space around the text and repeated spaces inside it.
+        own += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip(left=True, right=True)]
+        pipeline.normalizer = normalizers.Sequence(before + own)
+        pipeline.pre_tokenizer = pre_tokenizers.Metaspace(replacement=WORD_START, prepend_scheme="always", split=True)
+        pipeline.decoder = decoders.Metaspace(replacement=WORD_START, prepend_scheme="always")
+        pipeline.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in self._names.values()])
+        cls, sep = self._names["cls"], self._names["sep"]
+        pipeline.post_processor = processors.TemplateProcessing(
+            single=f"{cls}:0 $A:0 {sep}:0",
+            pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
+            special_tokens=[(cls, self.cls_id), (sep, self.sep_id)],
+        )
+        return pipeline
+
+    def _exported_model(self) -> models.Model:
+        if self.kind == "unigram":
+            scored = [(piece.piece, piece.score) for piece in self._proto.pieces]
+            return models.Unigram(scored, unk_id=self.unk_id, byte_fallback=False)
+        ids = {token: index for index, token in enumerate(self.tokens)}
+        merges = []
+        for token, piece in zip(self.tokens, self._proto.pieces, strict=True):
+            if piece.type == _PIECE.NORMAL:
+                pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+                known = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
+                merges += [(-piece.score, ids[left], ids[right], (left, right)) for left, right in known]
+        merges.sort()
+        return models.BPE(ids, [merge[-1] for merge in merges], unk_token=self._names["unk"], fuse_unk=True)
+
+
+def _parse(model: bytes, source: str | Path) -> Any:
+    proto = model_pb2.ModelProto()
+    try:
+        proto.ParseFromString(model)
+    except Exception as error:  # protobuf's DecodeError is no public name in all its versions
+        raise TokenizerError(f"{source}: not a SentencePiece model ({error})") from error
+    if not proto.pieces or proto.trainer_spec.model_type not in (1, 2):
+        raise TokenizerError(f"{source}: expected a SentencePiece model of type unigram or BPE")
+    if any(piece.type == _PIECE.BYTE for piece in proto.pieces):
+        raise TokenizerError(f"{source}: models with byte fallback are not supported; train one without it")
+    return proto
