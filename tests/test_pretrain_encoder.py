@@ -1,0 +1,258 @@
+"""The encoder on flat tokens: packed equals padded, examples are independent, every variant trains."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import transformers
+
+from data_pipeline.records import Batch
+from pretrain.encoder import BertForPreTraining
+from pretrain.hf_config import model_class, to_hf_config
+from pretrain.model_config import EncoderConfig, load_encoder_config
+from pretrain.name_map import from_hf_tensors, to_hf_tensors
+
+VOCABULARY = 101
+LENGTHS = [24, 24, 7, 13, 5]
+SMALL = {"layers": 2, "hidden": 32, "heads": 2, "intermediate": 64, "vocab_size": VOCABULARY, "initializer_range": 0.2}
+MODERN = {
+    "architecture": "modernbert",
+    "layers": 4,
+    "norm": "pre",
+    "gated": True,
+    "biases": False,
+    "positions": "rotary",
+    "type_vocab": 0,
+    "local_window": 8,
+    "global_every": 3,
+    "norm_eps": 1e-5,
+    "sentence_objective": "none",
+}
+FAMILY = {
+    "bert": {},
+    "bert-tanh": {"activation": "gelu_tanh"},
+    "bert-no-nsp": {"sentence_objective": "none"},
+    "bert-causal": {"causal": True},
+    "roberta": {
+        "architecture": "roberta",
+        "pad_id": 1,
+        "position_offset": 2,
+        "type_vocab": 1,
+        "norm_eps": 1e-5,
+        "sentence_objective": "none",
+    },
+    "albert": {
+        "architecture": "albert",
+        "embedding_size": 16,
+        "share_layers": True,
+        "sentence_objective": "sop",
+        "activation": "gelu_tanh",
+    },
+    "distilbert": {"architecture": "distilbert", "type_vocab": 0, "sentence_objective": "none"},
+    "modernbert": MODERN,
+}
+VARIANTS = {**FAMILY, "pre-norm": {"norm": "pre"}, "ltr-bilstm": {"causal": True, "bilstm": 1}}
+
+
+def config_of(name: str, **overrides) -> EncoderConfig:
+    return load_encoder_config({**SMALL, **VARIANTS[name], **overrides})
+
+
+def model_of(name: str, **overrides) -> BertForPreTraining:
+    """A model whose biases and norms are random too, so that none of them can be forgotten."""
+    torch.manual_seed(0)
+    model = BertForPreTraining(config_of(name, **overrides))
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if tensor.ndim == 1:
+                tensor.add_(torch.randn_like(tensor) * 0.1)
+        model.mlm_head.bias[VOCABULARY:] = 0
+    return model
+
+
+def make_batch(lengths=LENGTHS, seed=0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    tokens = sum(lengths)
+    masked = [
+        start + torch.randperm(length - 2, generator=generator)[:2].sort().values + 1
+        for start, length in zip(cu_seqlens[:-1].tolist(), lengths, strict=True)
+    ]
+    return Batch(
+        input_ids_T=torch.randint(2, VOCABULARY, (tokens,), generator=generator),
+        segment_ids_T=torch.cat([(torch.arange(length) >= length // 2).long() for length in lengths]),
+        position_ids_T=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max(lengths),
+        mask_positions_P=torch.cat(masked),
+        mask_labels_P=torch.randint(2, VOCABULARY, (2 * len(lengths),), generator=generator),
+        cls_positions_E=cu_seqlens[:-1].long(),
+        nsp_labels_E=torch.randint(0, 2, (len(lengths),), generator=generator),
+    )
+
+
+def hidden(model: BertForPreTraining, batch: Batch) -> torch.Tensor:
+    return model.encoder(
+        batch.input_ids_T, batch.segment_ids_T, batch.position_ids_T, batch.cu_seqlens, batch.max_seqlen
+    )
+
+
+def peer(model: BertForPreTraining, config: EncoderConfig):
+    """The model of `transformers` with the same weights."""
+    content = to_hf_config(config)
+    settings = getattr(transformers, model_class(config)).config_class(**content)
+    theirs = getattr(transformers, model_class(config))(settings)
+    lost = theirs.load_state_dict(to_hf_tensors(model.state_dict(), config), strict=False)
+    assert not lost.unexpected_keys
+    assert all("decoder" in name or "projector" in name for name in lost.missing_keys)
+    theirs.tie_weights()
+    return theirs
+
+
+def padded_loss(theirs, config: EncoderConfig, batch: Batch) -> torch.Tensor:
+    """Mean losses of `transformers` on the same examples padded to rows."""
+    real = torch.arange(batch.max_seqlen) < (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1])[:, None]
+    labels_T = torch.full_like(batch.input_ids_T, -100)
+    labels_T[batch.mask_positions_P] = batch.mask_labels_P
+    rows = {"input_ids": torch.full(real.shape, config.pad_id), "labels": torch.full(real.shape, -100)}
+    rows["input_ids"][real], rows["labels"][real] = batch.input_ids_T, labels_T
+    if config.type_vocab > 1:
+        rows["token_type_ids"] = torch.zeros(real.shape, dtype=torch.int64)
+        rows["token_type_ids"][real] = batch.segment_ids_T
+    if config.sentence_objective == "nsp":
+        rows["next_sentence_label"] = batch.nsp_labels_E
+    if config.sentence_objective == "sop":
+        rows["sentence_order_label"] = batch.nsp_labels_E
+    return theirs(**rows, attention_mask=real.long()).loss
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_losses_and_gradients_equal_transformers_on_padded_rows(name):
+    model, batch = model_of(name).eval(), make_batch()
+    theirs = peer(model, model.config).eval()
+    losses = model(batch)
+    ours = losses.mlm_loss_sum / losses.mlm_count + losses.nsp_loss_sum / max(1, losses.nsp_count)
+    expected = padded_loss(theirs, model.config, batch)
+    assert ours.item() == pytest.approx(expected.item(), abs=1e-5)
+    ours.backward()
+    expected.backward()
+    gradients = {key: tensor.grad for key, tensor in theirs.named_parameters()}
+    own, missing, unused = from_hf_tensors(gradients, model.state_dict(), model.config)
+    assert not missing and not unused
+    for key, tensor in model.named_parameters():
+        torch.testing.assert_close(tensor.grad, own[key], atol=1e-5, rtol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_packed_equals_one_by_one(name):
+    model, batch = model_of(name).eval(), make_batch()
+    packed = hidden(model, batch)
+    ends = batch.cu_seqlens.tolist()
+    for start, end in pairwise(ends):
+        alone = model.encoder(
+            batch.input_ids_T[start:end],
+            batch.segment_ids_T[start:end],
+            batch.position_ids_T[start:end],
+            torch.tensor([0, end - start], dtype=torch.int32),
+            end - start,
+        )
+        torch.testing.assert_close(packed[start:end], alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_changing_one_example_leaves_the_others_bit_equal(name):
+    model, batch = model_of(name).eval(), make_batch()
+    before = hidden(model, batch)
+    start, end = batch.cu_seqlens[1:3].tolist()
+    batch.input_ids_T[start:end] = batch.input_ids_T[start:end].flip(0)
+    after = hidden(model, batch)
+    others = torch.ones(batch.tokens, dtype=torch.bool)
+    others[start:end] = False
+    assert torch.equal(before[others], after[others])
+    assert not torch.equal(before[~others], after[~others])
+
+
+def test_place_in_the_batch_does_not_matter():
+    model = model_of("bert").eval()
+    forward, backward = make_batch([13, 24, 7]), make_batch([7, 24, 13])
+    for column in ("input_ids_T", "segment_ids_T"):
+        parts = getattr(forward, column).split([13, 24, 7])
+        getattr(backward, column).copy_(torch.cat(parts[::-1]))
+    parts = hidden(model, forward).split([13, 24, 7])
+    torch.testing.assert_close(hidden(model, backward), torch.cat(parts[::-1]), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_tensor_gets_a_gradient_in_training(name):
+    model, batch = model_of(name).train(), make_batch()
+    losses = model(batch)
+    (losses.mlm_loss_sum + losses.nsp_loss_sum).backward()
+    assert not [
+        key for key, tensor in model.named_parameters() if tensor.grad is None or not tensor.grad.isfinite().all()
+    ]
+    assert (losses.mlm_count, losses.nsp_count) == (10, 0 if model.config.sentence_objective == "none" else 5)
+
+
+def test_causal_attention_does_not_look_ahead():
+    model, batch = model_of("bert-causal").eval(), make_batch([9])
+    before = hidden(model, batch)
+    batch.input_ids_T[6] = (batch.input_ids_T[6] + 1) % VOCABULARY
+    after = hidden(model, batch)
+    assert torch.equal(before[:6], after[:6])
+    assert not torch.equal(before[6:], after[6:])
+
+
+def test_shared_layers_are_one_set_of_weights():
+    model = model_of("albert", layers=3)
+    assert len(model.encoder.layers) == 1
+    deeper = model_of("albert", layers=6)
+    assert sum(tensor.numel() for tensor in model.parameters()) == sum(tensor.numel() for tensor in deeper.parameters())
+    assert not torch.equal(hidden(model.eval(), make_batch()), hidden(deeper.eval(), make_batch()))
+
+
+def test_activation_checkpointing_changes_nothing():
+    plain, saving = model_of("bert"), model_of("bert", activation_checkpointing=True)
+    gradients = []
+    for model in (plain.train(), saving.train()):
+        torch.manual_seed(1)
+        losses = model(make_batch())
+        (losses.mlm_loss_sum + losses.nsp_loss_sum).backward()
+        gradients.append({key: tensor.grad for key, tensor in model.named_parameters()})
+    for key, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][key]), key
+
+
+def test_hidden_states_are_embeddings_and_every_layer():
+    model, batch = model_of("bert").eval(), make_batch()
+    out, states = model.encoder(
+        batch.input_ids_T,
+        batch.segment_ids_T,
+        batch.position_ids_T,
+        batch.cu_seqlens,
+        batch.max_seqlen,
+        output_hidden_states=True,
+    )
+    assert len(states) == 3
+    assert states[-1] is out
+    pooled = model.encoder.pool(out, batch.cls_positions_E)
+    expected = peer(model, model.config).eval().bert.pooler(out[batch.cls_positions_E][:, None])
+    torch.testing.assert_close(pooled, expected)
+
+
+def test_too_long_an_example_and_a_missing_pooler_are_named():
+    model = model_of("bert-no-nsp", max_positions=16).eval()
+    with pytest.raises(ValueError, match=r"24 tokens, the encoder has 16 positions \(model.max_positions\)"):
+        hidden(model, make_batch())
+    with pytest.raises(ValueError, match="no pooler"):
+        model.encoder.pool(torch.zeros(3, 32), torch.tensor([0]))
+
+
+def test_initial_weights_are_truncated_normal():
+    model = BertForPreTraining(load_encoder_config({"preset": "bert-tiny", "vocab_size": 1001}))
+    weight = model.encoder.layers[0].up.weight
+    assert weight.abs().max() <= 0.04
+    assert weight.std().item() == pytest.approx(0.02 * 0.88, rel=0.02)
+    assert not model.word_embedding[1001:].any()
+    assert not model.encoder.layers[0].up.bias.any()
