@@ -19,7 +19,6 @@ from datatrove.pipeline.base import PipelineStep
 
 from data_pipeline.artefacts import write_text
 from data_pipeline.build_state import worker_lock
-from data_pipeline.execution import end_with_parent
 from data_pipeline.masking import MaskingRule, MaskSet, draw_masks, mask_rng
 from data_pipeline.pairs import Pairs, build_pairs
 from data_pipeline.records import Block
@@ -217,7 +216,6 @@ class AssembleStep(PipelineStep):
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
         """Assemble group `rank`; yields nothing."""
-        end_with_parent()
         split, bucket = self.groups.place(rank)
         if split in self.settings:
             with worker_lock(self.output_dir):

@@ -1,21 +1,24 @@
-"""Running a stage on this machine: datatrove's local executor, its log lines in files instead of on the terminal."""
+"""Running a stage on this machine, through datatrove's executor interface."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
 
-import multiprocess
 from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
-_watching = threading.Event()
+Progress = Callable[[int, int], None]
+"""Called with (completed, tasks)."""
+
+_PRELOADED = ("data_pipeline.assemble_stage", "data_pipeline.readers", "datatrove.executor.local")
 _PARENT_POLL_SECONDS = 0.5
 
 
@@ -24,9 +27,6 @@ def end_with_parent() -> None:
 
     Workers come from a fork server that ends with the build; an orphan then has another parent.
     """
-    if multiprocess.parent_process() is None or _watching.is_set():
-        return
-    _watching.set()
     parent = os.getppid()
 
     def watch() -> None:
@@ -38,28 +38,50 @@ def end_with_parent() -> None:
 
 
 class LocalExecutor(LocalPipelineExecutor):
-    """`LocalPipelineExecutor` whose log lines go to `logging_dir/logs` only; an error still ends `run`."""
+    """datatrove's local executor with another pool of processes.
 
-    def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> Any:
-        with open(os.devnull, "w") as silent, contextlib.redirect_stderr(silent):
-            try:
-                return super()._run_for_rank(rank, local_rank, node_rank)
-            finally:
-                logger.remove()
+    Logs, statistics and completion markers are datatrove's. Its own `run` starts a manager process that outlives a
+    killed build, and waits for ever when a worker is killed (out of memory, say); this one ends with an error.
+    """
 
-    def run(self) -> Any:
-        """Run the tasks that are not complete."""
+    def run_quietly(self, rank: int) -> None:
+        """Run one task; log lines go to `logging_dir/logs` only."""
         logger.remove()
-        return super().run()
+        with open(os.devnull, "w") as silent, contextlib.redirect_stderr(silent):
+            self._run_for_rank(rank)
+            logger.remove()
+
+    def run_tasks(self, on_progress: Progress) -> None:
+        """Run the tasks that are not complete.
+
+        Raises:
+            Whatever the first failing task raised; BrokenProcessPool (a RuntimeError) when a worker was killed.
+        """
+        ranks = self.get_incomplete_ranks()
+        completed = self.tasks - len(ranks)
+        on_progress(completed, self.tasks)
+        if self.workers == 1 or len(ranks) < 2:
+            for number, rank in enumerate(ranks, 1):
+                self.run_quietly(rank)
+                on_progress(completed + number, self.tasks)
+            return
+        # One thread per worker: the encoder's own threads would only compete with the other workers.
+        os.environ.setdefault("RAYON_NUM_THREADS", "1")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(_PRELOADED))
+        with ProcessPoolExecutor(self.workers, mp_context=context, initializer=end_with_parent) as pool:
+            futures = [pool.submit(self.run_quietly, rank) for rank in ranks]
+            try:
+                for number, future in enumerate(as_completed(futures), 1):
+                    future.result()
+                    on_progress(completed + number, self.tasks)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
 
 def run_tasks(
-    steps: Sequence[PipelineStep],
-    *,
-    tasks: int,
-    workers: int,
-    state_dir: Path,
-    on_progress: Callable[[int, int], None],
+    steps: Sequence[PipelineStep], *, tasks: int, workers: int, state_dir: Path, on_progress: Progress
 ) -> None:
     """Run a pipeline once per task, skipping tasks that an earlier run completed.
 
@@ -68,29 +90,10 @@ def run_tasks(
         tasks: how many.
         workers: local processes; with 1 the tasks run in this process.
         state_dir: logs and completion markers.
-        on_progress: called with (completed, tasks) now and whenever the number grows.
+        on_progress: told about completed tasks.
 
     Raises:
-        Whatever a step raised, from the first task that failed.
+        as `LocalExecutor.run_tasks`.
     """
-    completed_dir = state_dir / "completions"
-    done = threading.Event()
-
-    def count() -> int:
-        return sum(1 for _ in os.scandir(completed_dir)) if completed_dir.is_dir() else 0
-
-    def poll() -> None:
-        last = -1
-        while not done.wait(0.2):
-            if (now := count()) != last:
-                on_progress(now, tasks)
-                last = now
-
-    watcher = threading.Thread(target=poll, name="progress", daemon=True)
-    watcher.start()
-    try:
-        LocalExecutor(pipeline=list(steps), tasks=tasks, workers=min(workers, tasks), logging_dir=str(state_dir)).run()
-    finally:
-        done.set()
-        watcher.join()
-    on_progress(count(), tasks)
+    executor = LocalExecutor(pipeline=list(steps), tasks=tasks, workers=min(workers, tasks), logging_dir=str(state_dir))
+    executor.run_tasks(on_progress)

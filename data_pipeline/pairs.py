@@ -1,4 +1,4 @@
-"""Sentence pairs for next sentence prediction, from sentence lengths alone.
+"""Sentence pairs for next sentence prediction and sentence order prediction, from sentence lengths alone.
 
 BERT (arXiv:1810.04805, section 3.1 and appendix A.2): half of the pairs are two parts of one document that follow each
 other, half take their second part from another document; the sentences that a random pair did not use are put back.
@@ -7,6 +7,8 @@ A pair is two ranges of tokens, so building it never touches an id.
 Where this is more exact than the original: the target length is drawn per pair (a short draw does not shorten a
 whole book), and labels balance. A chunk of one sentence has nothing that follows, so its pair is always random; each
 such pair that should have been a continuation is made up for by the next random draw that can be turned.
+
+ALBERT's pairs (arXiv:1909.11942, section 3.1) are two parts that follow each other, half of them swapped.
 
 Legend: `D` documents, `S` sentences, `E` pairs.
 """
@@ -21,6 +23,8 @@ import numpy as np
 
 NEXT = 0
 RANDOM = 1
+IN_ORDER = 0
+SWAPPED = 1
 STRUCTURAL_TOKENS = 3
 """[CLS] A [SEP] B [SEP]"""
 
@@ -37,8 +41,8 @@ class Pairs:
 
     Attributes:
         a_starts, a_lengths: (E,) int64, the first part; at least one token.
-        b_starts, b_lengths: (E,) int64, the second part; at least one token.
-        labels: (E,) int8, `NEXT` or `RANDOM`.
+        b_starts, b_lengths: (E,) int64, the second part; at least one token in the modes with pairs, else none.
+        labels: (E,) int8, `NEXT` or `RANDOM`; `IN_ORDER` or `SWAPPED`; -1 where there is no second part.
         a_documents, b_documents: (E,) int64, which document each part comes from.
         truncated: tokens that truncation cut off, of all pairs.
         forced_random: pairs that are random only because their chunk was a single sentence.
@@ -99,6 +103,45 @@ def build_pairs(
         )
     room = max_seq_length - STRUCTURAL_TOKENS
     rows, forced_random = _choose_sentences(sentence_counts, sentence_lengths, room, short_seq_prob, rng)
+    return _finish(rows, sentence_lengths, room, rng, forced_random)
+
+
+def build_ordered_pairs(
+    sentence_counts: np.ndarray,
+    sentence_lengths: np.ndarray,
+    *,
+    max_seq_length: int,
+    short_seq_prob: float,
+    rng: np.random.Generator,
+) -> Pairs:
+    """ALBERT's pairs: every two parts that follow each other, in order or swapped. Arguments as `build_pairs`.
+
+    A document of one sentence, or a last sentence left alone, makes no pair; such tokens count as truncated.
+    """
+    room = max_seq_length - STRUCTURAL_TOKENS
+    before = [0, *np.cumsum(sentence_lengths).tolist()]
+    draws = _draws(rng)
+    rows: list[tuple[int, int, int, int, int, int, int]] = []
+    i = alone = 0
+    for document, document_end in enumerate(np.cumsum(sentence_counts).tolist()):
+        while document_end - i >= 2:
+            short, length, split, toss, _, _ = next(draws)
+            target = 2 + int(length * (room - 1)) if short < short_seq_prob else room
+            end = max(i + 2, min(bisect_left(before, before[i] + target, i + 1, document_end), document_end))
+            middle = i + 1 + int(split * (end - i - 1))
+            first, second = (document, i, middle), (document, middle, end)
+            rows.append((*first, *second, IN_ORDER) if toss < 0.5 else (*second, *first, SWAPPED))
+            i = end
+        alone += before[document_end] - before[i]
+        i = document_end
+    pairs = _finish(np.array(rows, np.int64).reshape(-1, 7).T, sentence_lengths, room, rng, 0)
+    return replace(pairs, truncated=pairs.truncated + alone)
+
+
+def _finish(
+    rows: np.ndarray, sentence_lengths: np.ndarray, room: int, rng: np.random.Generator, forced_random: int
+) -> Pairs:
+    """Sentences to tokens, and truncation."""
     token_starts = np.concatenate([[0], np.cumsum(sentence_lengths)])
     a_document, a_first, a_end, b_document, b_first, b_end, labels = rows
     a_starts, b_starts = token_starts[a_first], token_starts[b_first]

@@ -19,7 +19,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from data_pipeline.artefacts import atomic_writer
 from data_pipeline.build_state import worker_lock
-from data_pipeline.execution import end_with_parent
+from data_pipeline.stats import DROPPED
 from data_pipeline.token_store import Documents, TokenWriter, id_dtype, key_hash
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 
@@ -142,6 +142,7 @@ class TokenizeStep(PipelineStep):
         groups: splits and buckets.
         split_sentences: text of a document -> its sentences.
         is_held_out: (document key, share) -> whether it belongs to the held-out part.
+        source_counts: where the reader counts what it dropped; complete once its documents are consumed.
     """
 
     name = "Tokenize"
@@ -155,6 +156,7 @@ class TokenizeStep(PipelineStep):
         groups: Groups,
         split_sentences: Callable[[str], list[str]],
         is_held_out: Callable[[str, float], bool],
+        source_counts: Counter[str],
     ) -> None:
         super().__init__()
         self.tokenizer_dir = tokenizer_dir
@@ -162,10 +164,10 @@ class TokenizeStep(PipelineStep):
         self.groups = groups
         self.split_sentences = split_sentences
         self.is_held_out = is_held_out
+        self.source_counts = source_counts
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
         """Consume the documents of task `rank`; yields nothing."""
-        end_with_parent()
         tokenizer = load_tokenizer(self.tokenizer_dir)
         counts: Counter[str] = Counter()
         with worker_lock(self.output_dir.parent), atomic_writer(task_path(self.output_dir, rank)) as file:
@@ -175,6 +177,8 @@ class TokenizeStep(PipelineStep):
                     documents = tokenize_batch(batch, tokenizer, self.split_sentences, counts)
                     found = [self.groups.find(key, self.is_held_out) for key in documents.keys]
                     writer.add(documents, np.array(found, np.int64))
+            counts.update(self.source_counts)
+            counts["documents"] += sum(n for name, n in self.source_counts.items() if name.startswith(DROPPED))
             writer.close({"counts": dict(counts), "tokenizer": tokenizer.fingerprint})
         for name, value in counts.items():
             self.stat_update(name, value=value)
