@@ -25,8 +25,8 @@ from data_pipeline.records import Block
 from data_pipeline.shards import ShardRecord, ShardWriter
 from data_pipeline.stats import BucketStats
 from data_pipeline.token_store import Documents, TokenFile, concatenate, id_dtype, ranges
-from data_pipeline.tokenize_stage import Groups
-from data_pipeline.tokenizer import Tokenizer, load_tokenizer
+from data_pipeline.tokenize_stage import Groups, open_tokenizer
+from data_pipeline.tokenizer import Tokenizer
 
 SPLITS = ("train", "validation")
 
@@ -103,27 +103,36 @@ def shuffled_pairs(documents: Documents, settings: AssembleSettings, place: tupl
     return pairs.take(mask_rng(settings.seed, _ORDER, *place).permutation(len(pairs.labels)))
 
 
-def gather_examples(ids: np.ndarray, pairs: Pairs, cls_id: int, sep_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of all pairs as `[CLS] A [SEP] B [SEP]` end to end (N,), and the length of each (E,).
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IdPool:
+    """The ids of a bucket with [CLS] and [SEP] behind them, so that an example is a list of ranges.
 
-    Args:
-        ids: of the bucket; the pairs are ranges in it.
-        pairs: a block of them.
-        cls_id: begins an example.
-        sep_id: ends each part.
+    Attributes:
+        ids: (N + 2,) dtype of the stored ids.
     """
-    pool = np.append(ids, np.array([cls_id, sep_id], ids.dtype))
-    cls_at, sep_at, one = len(ids), len(ids) + 1, np.ones_like(pairs.a_lengths)
-    starts = np.stack([one * cls_at, pairs.a_starts, one * sep_at, pairs.b_starts, one * sep_at], axis=1)
-    lengths = np.stack([one, pairs.a_lengths, one, pairs.b_lengths, one], axis=1)
-    return pool[ranges(starts.ravel(), lengths.ravel())], lengths.sum(axis=1)
+
+    ids: np.ndarray
+
+    @classmethod
+    def of(cls, documents: Documents, tokenizer: Tokenizer) -> IdPool:
+        """The pool of a bucket."""
+        return cls(ids=np.append(documents.ids, np.array([tokenizer.cls_id, tokenizer.sep_id], documents.ids.dtype)))
+
+    def gather(self, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of all pairs as `[CLS] A [SEP] B [SEP]` end to end (N,), and the length of each (E,).
+
+        Where there is no second part the example is `[CLS] A [SEP]`.
+        """
+        one = np.ones_like(pairs.a_lengths)
+        cls_at, sep_at = one * (len(self.ids) - 2), one * (len(self.ids) - 1)
+        starts = np.stack([cls_at, pairs.a_starts, sep_at, pairs.b_starts, sep_at], axis=1)
+        lengths = np.stack([one, pairs.a_lengths, one, pairs.b_lengths, np.minimum(pairs.b_lengths, 1)], axis=1)
+        return self.ids[ranges(starts.ravel(), lengths.ravel())], lengths.sum(axis=1)
 
 
-def make_block(
-    ids: np.ndarray, pairs: Pairs, tokenizer: Tokenizer, rule: MaskingRule, generators: list[np.random.Generator]
-) -> Block:
+def make_block(pool: IdPool, pairs: Pairs, rule: MaskingRule, generators: list[np.random.Generator]) -> Block:
     """One block: the examples of these pairs, masked once per generator."""
-    input_ids, lengths = gather_examples(ids, pairs, tokenizer.cls_id, tokenizer.sep_id)
+    input_ids, lengths = pool.gather(pairs)
     sets: list[MaskSet] = [draw_masks(input_ids, lengths, rule, rng) for rng in generators]
     none = [np.zeros(0, np.uint16)]
     return Block(
@@ -159,12 +168,13 @@ def write_bucket(
         return records, stats
     pairs = shuffled_pairs(documents, settings, place)
     stats.count_documents(documents, pairs)
+    pool = IdPool.of(documents, tokenizer)
     writer: ShardWriter | None = None
     try:
         for number, start in enumerate(range(0, len(pairs.labels), settings.block_examples)):
             chosen = pairs.take(np.arange(start, min(start + settings.block_examples, len(pairs.labels))))
             generators = [mask_rng(settings.seed, _MASKS, *place, number, s) for s in range(settings.mask_sets)]
-            block = make_block(documents.ids, chosen, tokenizer, rule, generators)
+            block = make_block(pool, chosen, rule, generators)
             stats.count_block(block, tokenizer)
             if writer is None:
                 writer = ShardWriter(directory, f"shard-{bucket:05d}-{len(records):04d}.tar")
@@ -223,7 +233,7 @@ class AssembleStep(PipelineStep):
         yield from ()
 
     def _write(self, group: int, split: str, bucket: int) -> None:
-        tokenizer = load_tokenizer(self.tokenizer_dir)
+        tokenizer = open_tokenizer(self.tokenizer_dir)
         files = [TokenFile(path) for path in self.token_files]
         records, stats = write_bucket(
             read_bucket(files, group, id_dtype(tokenizer.vocab_size)),

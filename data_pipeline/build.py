@@ -42,8 +42,8 @@ from data_pipeline.shard_index import DatasetInfo, ShardIndex, write_index
 from data_pipeline.shards import ShardRecord
 from data_pipeline.stats import BucketStats, render, warnings
 from data_pipeline.token_store import TokenFile, TokenStoreError
-from data_pipeline.tokenize_stage import Groups, TokenizeStep, task_path
-from data_pipeline.tokenizer import Tokenizer, TokenizerError, import_tokenizer, load_tokenizer
+from data_pipeline.tokenize_stage import Groups, TokenizeStep, open_tokenizer, task_path
+from data_pipeline.tokenizer import Tokenizer, TokenizerError, import_tokenizer
 from data_pipeline.tokenizer_folder import DESCRIPTOR
 from data_pipeline.vocabulary import train_vocabulary
 
@@ -106,7 +106,7 @@ class Build:
         claim_stage(self.data_dir, "tokenizer", settings, ("tokenizer",))
         remove_leftovers(self.tokenizer_dir)
         if (self.tokenizer_dir / DESCRIPTOR).exists():
-            tokenizer = load_tokenizer(self.tokenizer_dir)
+            tokenizer = open_tokenizer(self.tokenizer_dir)
             self.progress.line(f"tokenizer: {self.tokenizer_dir} is complete ({tokenizer.vocab_size} entries)")
             return tokenizer
         if config.path:
@@ -116,7 +116,7 @@ class Build:
             with self.progress.stage("tokenizer: training"):
                 report = train_vocabulary(self._training_texts(), config, self.config.seed, self.tokenizer_dir)
             self.progress.line(f"tokenizer: {report.message()}")
-        return load_tokenizer(self.tokenizer_dir)
+        return open_tokenizer(self.tokenizer_dir)
 
     def _training_texts(self) -> Iterator[str]:
         corpus = self.config.corpus

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,13 @@ from data_pipeline.build_state import worker_lock
 from data_pipeline.stats import DROPPED
 from data_pipeline.token_store import Documents, TokenWriter, id_dtype, key_hash
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
+from data_pipeline.tokenizer_folder import read_descriptor
 
 BATCH_CHARACTERS = 1_000_000
 """Text that is encoded at once: enough to keep the encoder busy, little beside what a segment holds."""
+
+
+_ASCII = bytes(range(128))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,13 +129,25 @@ def tokenize_batch(
     if len(unknown):  # an over-long word is an unknown token, so only such sentences can hold one
         suspects = np.unique(np.searchsorted(np.cumsum(lengths), unknown, side="right"))
         counts["overlong_words"] += tokenizer.count_overlong_words([sentences[i] for i in suspects.tolist()])
-    counts["removed_marks"] += tokenizer.count_removed_marks(sentences)
+    # A mark is never ASCII, nor does it depend on what stands beside it: most text need not be looked at.
+    other = "".join(sentences).encode("utf-8", "replace").translate(None, _ASCII).decode("utf-8")
+    counts["removed_marks"] += tokenizer.count_removed_marks([other])
     return Documents(
         keys=[key for key, keep in zip(keys, kept.tolist(), strict=True) if keep],
         sentence_counts=sentence_counts[kept],
         sentence_lengths=lengths[has_tokens],
         ids=ids.astype(id_dtype(tokenizer.vocab_size)),
     )
+
+
+def open_tokenizer(directory: Path) -> Tokenizer:
+    """`load_tokenizer`, once per process for the tasks that it runs."""
+    return _opened(directory, read_descriptor(directory)["fingerprint"])
+
+
+@lru_cache(maxsize=1)
+def _opened(directory: Path, fingerprint: str) -> Tokenizer:
+    return load_tokenizer(directory)
 
 
 class TokenizeStep(PipelineStep):
@@ -168,7 +185,7 @@ class TokenizeStep(PipelineStep):
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
         """Consume the documents of task `rank`; yields nothing."""
-        tokenizer = load_tokenizer(self.tokenizer_dir)
+        tokenizer = open_tokenizer(self.tokenizer_dir)
         counts: Counter[str] = Counter()
         with worker_lock(self.output_dir.parent), atomic_writer(task_path(self.output_dir, rank)) as file:
             writer = TokenWriter(file, groups=self.groups.count, dtype=id_dtype(tokenizer.vocab_size))

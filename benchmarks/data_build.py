@@ -1,0 +1,199 @@
+"""Tokens per CPU second of a build from pre-split text, against a plain per-example pipeline in Python.
+
+Ours: the whole of `python -m data_pipeline.build` (start, reading, encoding, pairs, masks, tars written), CPU time of
+all its processes. The peer does what the classic scripts for BERT do: encode each sentence with `tokenizers`, build
+pairs and masks from lists of tokens, one example at a time; it writes nothing, and its start is not counted.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from measure import ROOT, quick_argument, report
+from tokenizers import Tokenizer
+
+from data_pipeline.sentences import split_sentences
+
+GOAL = 10.0
+LENGTH = 128
+SENTENCES_PER_DOCUMENT = 60
+
+
+def sentences(megabytes: float) -> list[str]:
+    """English novels where the public data sets are at hand, else the documentation in this installation."""
+    shared = Path(os.environ.get("CLOZEWORKS_DATA", ROOT.parent / "shared" / "data")) / "text" / "gutenberg"
+    found: list[str] = []
+    size = 0
+    for text in _novels(shared) if shared.is_dir() else _embedded(megabytes):
+        for sentence in split_sentences(text[: int(megabytes * 1e6) - size], "punkt"):
+            found.append(" ".join(sentence.split()))
+            size += len(found[-1])
+        if size >= megabytes * 9e5:
+            break
+    return found
+
+
+def _novels(folder: Path):
+    for path in sorted(folder.glob("*.txt.gz")):
+        text = gzip.decompress(path.read_bytes()).decode("utf-8-sig", "replace")
+        yield text.partition("*** START")[2].partition("*** END")[0].replace("\r\n", "\n")
+
+
+def _embedded(megabytes: float):
+    from data_pipeline.embedded import iter_embedded_documents
+
+    for document in iter_embedded_documents(megabytes):
+        yield document.text
+
+
+def ours(folder: Path, lines: list[str], copies: int) -> tuple[float, Path]:
+    """Tokens per CPU second of the build, and its tokenizer."""
+    documents = [lines[i : i + SENTENCES_PER_DOCUMENT] for i in range(0, len(lines), SENTENCES_PER_DOCUMENT)]
+    text = "\n\n".join("\n".join(document) for document in documents)
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    for copy in range(copies):
+        (corpus / f"{copy:03d}.txt").write_text(text, encoding="utf-8")
+    config = folder / "build.toml"
+    config.write_text(
+        f"""
+[corpus]
+source = "text"
+paths = ["{corpus}"]
+sentences = "line"
+held_out = 0.0
+[tokenizer]
+path = "{_vocabulary(folder, lines)}"
+[data]
+dir = "{folder / "data"}"
+max_seq_length = {LENGTH}
+mask_sets = 1
+buckets = 4
+workers = 1
+"""
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "data_pipeline.build", "--config", str(config)]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    stats = json.loads((folder / "data" / "train" / "stats.json").read_bytes())
+    print(
+        f"ours: {stats['corpus_tokens']} corpus tokens into {stats['examples']} examples in {seconds:.2f} CPU s, "
+        f"{(folder / 'data' / 'train').name} holds {_size(folder / 'data' / 'train') / 1e6:.1f} MB"
+    )
+    return stats["corpus_tokens"] / seconds, folder / "data" / "tokenizer" / "tokenizer.json"
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def _vocabulary(folder: Path, lines: list[str]) -> Path:
+    """BERT's uncased vocabulary where it is at hand, else one trained on the text."""
+    shared = Path(os.environ.get("CLOZEWORKS_DATA", ROOT.parent / "shared" / "data"))
+    official = shared / "vocab" / "bert-base-uncased-vocab.txt"
+    if official.exists():
+        return official
+    from data_pipeline.config import TokenizerConfig
+    from data_pipeline.vocabulary import train_vocabulary
+
+    train_vocabulary(lines, TokenizerConfig(vocab_size=8192), 0, folder / "vocabulary")
+    return folder / "vocabulary"
+
+
+def peer(lines: list[str], tokenizer_file: Path) -> float:
+    """Tokens per CPU second of the plain pipeline."""
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    rng = random.Random(0)
+    started = time.process_time()
+    documents = []
+    for start in range(0, len(lines), SENTENCES_PER_DOCUMENT):
+        chunk = lines[start : start + SENTENCES_PER_DOCUMENT]
+        documents.append([tokenizer.encode(line, add_special_tokens=False).tokens for line in chunk])
+    tokens = sum(len(sentence) for document in documents for sentence in document)
+    vocabulary = list(tokenizer.get_vocab())
+    examples = [
+        plain_mask(first, second, label, vocabulary, rng)
+        for number in range(len(documents))
+        for first, second, label in plain_pairs(documents, number, rng)
+    ]
+    rng.shuffle(examples)
+    seconds = time.process_time() - started
+    print(f"peer: {tokens} corpus tokens into {len(examples)} examples in {seconds:.2f} CPU s, nothing written")
+    return tokens / seconds
+
+
+def plain_pairs(documents: list[list[list[str]]], number: int, rng: random.Random):
+    """Next sentence pairs of one document, from lists of tokens."""
+    room = LENGTH - 3
+    document = documents[number]
+    position = 0
+    while position < len(document):
+        goal = rng.randint(2, room) if rng.random() < 0.1 else room
+        chunk: list[list[str]] = []
+        while position + len(chunk) < len(document) and sum(map(len, chunk)) < goal:
+            chunk.append(document[position + len(chunk)])
+        split = rng.randint(1, len(chunk) - 1) if len(chunk) > 1 else 1
+        first = [token for sentence in chunk[:split] for token in sentence]
+        if len(chunk) == 1 or rng.random() < 0.5:
+            other = documents[(number + rng.randint(1, len(documents) - 1)) % len(documents)]
+            second: list[str] = []
+            for sentence in other[rng.randrange(len(other)) :]:
+                second.extend(sentence)
+                if len(second) >= goal - len(first):
+                    break
+            position += split
+            label = 1
+        else:
+            second = [token for sentence in chunk[split:] for token in sentence]
+            position += len(chunk)
+            label = 0
+        while len(first) + len(second) > room:
+            longer = first if len(first) > len(second) else second
+            if rng.random() < 0.5:
+                del longer[0]
+            else:
+                longer.pop()
+        if first and second:
+            yield first, second, label
+
+
+def plain_mask(first: list[str], second: list[str], label: int, vocabulary: list[str], rng: random.Random):
+    """One masked example, as lists."""
+    tokens = ["[CLS]", *first, "[SEP]", *second, "[SEP]"]
+    segments = [0] * (len(first) + 2) + [1] * (len(second) + 1)
+    places = [i for i, token in enumerate(tokens) if token not in ("[CLS]", "[SEP]")]
+    rng.shuffle(places)
+    chosen = sorted(places[: max(1, round(len(tokens) * 0.15))])
+    labels = [tokens[i] for i in chosen]
+    for i in chosen:
+        fate = rng.random()
+        if fate < 0.8:
+            tokens[i] = "[MASK]"
+        elif fate < 0.9:
+            tokens[i] = rng.choice(vocabulary)
+    return tokens, segments, chosen, labels, label
+
+
+def main() -> None:
+    """Measure both on the same sentences."""
+    quick = quick_argument(__doc__.split("\n")[0]).quick
+    lines = sentences(0.5 if quick else 4.0)
+    with tempfile.TemporaryDirectory() as folder:
+        value, tokenizer_file = ours(Path(folder), lines, copies=2 if quick else 16)
+        other = peer(lines[: 2000 if quick else 20000], tokenizer_file)
+    report("data_build", value, "tokens per CPU second", other, GOAL)
+
+
+if __name__ == "__main__":
+    main()
