@@ -101,3 +101,31 @@ def _read_weights(directory: Path) -> dict[str, torch.Tensor]:
         ) from error
     # Integer tensors are buffers (position ids in old files).
     return {name: tensor.float() for name, tensor in tensors.items() if tensor.is_floating_point()}
+
+
+def start_from(model: BertForPreTraining, directory: str | Path) -> list[str]:
+    """Fill a model with the weights of a Hugging Face folder, to continue pre-training from it (`model.init_from`).
+
+    Args:
+        model: built from the run's configuration.
+        directory: a folder of the same architecture and sizes.
+
+    Returns:
+        names of the model's tensors that the folder lacks; these keep their random start.
+
+    Raises:
+        InterchangeError: as `import_from_hf`, or a setting that decides shapes or outputs differs; each is named.
+    """
+    loaded = import_from_hf(directory, pad_vocab_to=model.config.pad_vocab_to)
+    free = {"preset", "init_from", "pooler", "sentence_objective", "hidden_dropout", "attention_dropout"}
+    free |= {"initializer_range", "activation_checkpointing", "head_chunk"}
+    pairs = {name: (getattr(model.config, name), getattr(loaded.config, name)) for name in EncoderConfig.model_fields}
+    wrong = [f"{name} {ours!r} (folder: {theirs!r})" for name, (ours, theirs) in pairs.items() if ours != theirs]
+    wrong = [line for line in wrong if line.split()[0] not in free]
+    if wrong:
+        raise InterchangeError(f"{directory}: cannot start from it, [model] differs in {', '.join(wrong)}")
+    lacking = set(loaded.missing)
+    own = model.state_dict()
+    state = {name: tensor for name, tensor in loaded.model.state_dict().items() if name in own and name not in lacking}
+    model.load_state_dict({**own, **state})
+    return [name for name in own if name not in state]

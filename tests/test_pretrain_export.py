@@ -19,8 +19,10 @@ from data_pipeline.wordpiece import WordPieceTokenizer
 from pretrain import checkpoint
 from pretrain.encoder import BertForPreTraining
 from pretrain.export import RECORD, compare_logits, export_to_hf, main
+from pretrain.fill_mask import fill_mask
+from pretrain.fill_mask import main as fill_mask_main
 from pretrain.hf_config import InterchangeError
-from pretrain.hf_import import import_from_hf
+from pretrain.hf_import import import_from_hf, start_from
 from pretrain.model_config import load_encoder_config
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -310,3 +312,37 @@ def test_real_tokenizer_and_weights_survive_our_export(tmp_path, shared_data):
     difference, scale = compare_logits(loaded.model, again)
     assert difference < 1e-5 * max(1.0, scale)
     shutil.rmtree(exported)
+
+
+def test_pretraining_starts_from_a_folder(tmp_path):
+    tokenizer_dir = save_tokenizer(tmp_path / "tokenizer")
+    source = model_for(tokenizer_dir, sentence_objective="none")
+    folder = export_to_hf(source, tokenizer_dir, tmp_path / "export")
+    model = model_for(tokenizer_dir, hidden_dropout=0.0)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.zero_()
+    lacking = start_from(model, folder)
+    assert {name.split(".")[0] for name in lacking} == {"encoder", "sentence_head"}
+    assert all("pooler" in name or "sentence_head" in name for name in lacking)
+    for key, tensor in source.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[key]), key
+    with pytest.raises(InterchangeError, match=r"differs in layers 3 \(folder: 2\)"):
+        start_from(model_for(tokenizer_dir, layers=3), folder)
+
+
+def test_fill_mask_reads_the_marker_and_agrees_with_transformers(tmp_path, capsys):
+    tokenizer_dir = save_tokenizer(tmp_path / "tokenizer")
+    folder = export_to_hf(model_for(tokenizer_dir, initializer_range=0.5), tokenizer_dir, tmp_path / "export")
+    (found,) = fill_mask(import_from_hf(folder).model, load_tokenizer(folder), "the [MASK] fox.", top=3)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    theirs = transformers.AutoModelForPreTraining.from_pretrained(folder).eval()
+    inputs = tokenizer("the [MASK] fox.", return_tensors="pt")
+    with torch.no_grad():
+        shares = theirs(**inputs).prediction_logits[0, 2].softmax(-1).topk(3)
+    assert [entry for entry, _ in found] == tokenizer.convert_ids_to_tokens(shares.indices.tolist())
+    assert [share for _, share in found] == pytest.approx(shares.values.tolist(), abs=1e-5)
+    assert fill_mask_main(["--model", str(folder), "a [mask] cat"]) == 2
+    assert "no [MASK]" in capsys.readouterr().err
+    assert fill_mask_main(["--model", str(folder), "a [MASK] [MASK]"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
