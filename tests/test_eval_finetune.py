@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from eval.model import TaskModel
 from eval.packing import Encoded, encode_examples
 from eval.predict import predict
 from eval.problems import ChoiceProblem, ClassProblem, RegressionProblem, SpanProblem, TagProblem
+from eval.run import main
 from eval.source import ModelSource
 from eval.tasks import Recipe, TaskError
 from pretrain.schedule import ScheduleConfig, learning_rate
@@ -217,3 +219,83 @@ def test_source_errors(tmp_path: Path, tiny_folder: Path) -> None:
     (tmp_path / "vocab.txt").write_text("\n".join(WORDS) + "\n")
     with pytest.raises(TaskError, match=r"model.safetensors"):
         ModelSource(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def small_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SST-2 in its official layout, with sentences of our own."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "SST-2").mkdir()
+    for split, rows in (("train", 256), ("dev", 40)):
+        texts, labels = reviews(rows)
+        lines = ["sentence\tlabel", *(f"{text}\t{label}" for text, label in zip(texts, labels, strict=True))]
+        (folder / "SST-2" / f"{split}.tsv").write_text("\n".join(lines))
+    return folder
+
+
+def command(model: Path, data: Path, output: Path, *more: str) -> list[str]:
+    return ["--model", str(model), "--data", str(data), "--output", str(output), "--device", "cpu", *more]
+
+
+def test_suite_scores_summarises_and_repeats_nothing(
+    tiny_folder: Path, small_task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = command(tiny_folder, small_task, tmp_path, "--tasks", "sst-2", "--max-length", "32")
+    fast = [*arguments, "--learning-rate", "0.005", "--epochs", "4", "--batch-size", "16"]
+    assert main([*fast, "--seeds", "2"]) == 0
+    files = sorted(tmp_path.glob("SST-2/seed-*.json"))
+    assert len(files) == 2
+    result = json.loads(files[0].read_text())
+    assert result["splits"]["dev"]["n"] == 40 and result["splits"]["dev"]["metrics"]["accuracy"]["value"] > 0.9
+    assert 0.5 <= result["splits"]["dev"]["baseline"]["accuracy"]["value"] < 0.7
+    assert result["seed"] == 0 and result["recipe"]["epochs"] == 4 and result["task_version"] == 1
+    assert {"git_revision", "versions", "model", "tokenizer", "data_sha256", "seconds", "steps"} <= set(result)
+    # A killed suite goes on: the first result is kept as it is, the lost one comes again with the same score.
+    lost = json.loads(files[1].read_text())
+    files[1].write_text("{half")
+    stamp = files[0].stat().st_mtime_ns
+    assert main([*fast, "--seeds", "3"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("finished before") == 1 and files[0].stat().st_mtime_ns == stamp
+    assert json.loads(files[1].read_text())["splits"] == lost["splits"]
+    # Another recipe is another experiment, beside the first.
+    assert main([*arguments, "--epochs", "1", "--max-train-examples", "32"]) == 0
+    summary = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert sorted(group["seeds"] for group in summary) == [[0], [0, 1, 2]]
+    three = max(summary, key=lambda group: len(group["seeds"]))["splits"]["dev"]["metrics"]["accuracy"]
+    assert three["n"] == 3 and three["sd"] is not None and three["left_out"] == 0
+    assert next(group for group in summary if group["seeds"] == [0])["train_examples"] == 32
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--tasks", "sst2x"], "unknown task 'sst2x'; did you mean 'SST-2'"),
+        (["--tasks", "RTE"], "RTE/train.tsv: no such file"),
+        (["--tasks", "SST-2"], "the model has 64 positions, the recipe asks for 128; pass --max-length 64"),
+        (["--tasks", "SST-2", "--seeds", "0"], "--seeds is too small: 0"),
+        (["--tasks", "SST-2", "--epochs", "0"], "recipe: epochs must be above 0"),
+        (["--tasks", "SST-2", "--model", "nowhere"], "nowhere: no config.json"),
+    ],
+)
+def test_command_errors(
+    tiny_folder: Path,
+    small_task: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+    message: str,
+) -> None:
+    assert main([*command(tiny_folder, small_task, tmp_path / "out"), *more]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("eval.run: ") and "Traceback" not in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_dry_run_trains_nothing(small_task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = command(Path("anything"), small_task, tmp_path / "out", "--tasks", "SST-2", "--dry-run")
+    assert main(arguments) == 0
+    assert (
+        "SST-2: train on 256, score dev 40; batch 32, rate 3e-05, 3 epochs, 24 steps x 1 seeds" in capsys.readouterr().out
+    )
+    assert not (tmp_path / "out").exists()
