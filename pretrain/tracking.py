@@ -282,13 +282,13 @@ def _open_client(uri: str) -> Any:
     """A client whose calls fail soon instead of hanging for minutes; the thread does the retrying."""
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    from mlflow import MlflowClient  # seconds: before the lock, which others wait for
+
     for name in ("alembic", "mlflow"):
         logging.getLogger(name).setLevel(logging.ERROR)
     with _store_lock(uri):
-        from mlflow import MlflowClient
-
         client = MlflowClient(tracking_uri=uri)
-        client.search_experiments(max_results=1)  # makes the tables of an empty store, under the lock
+        client.search_experiments(max_results=1)  # makes the tables of an empty store
     return client
 
 

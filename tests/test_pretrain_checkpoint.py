@@ -1,0 +1,124 @@
+"""Checkpoint folders: whole or absent, order by number, retention, foreign folders, damage."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from pretrain import checkpoint
+from pretrain.checkpoint import CheckpointError, TrainerState
+
+
+def make_step(root: Path, step: int, run_id: str = "a") -> Path:
+    """A small whole checkpoint, written the way the trainer writes one."""
+    folder = checkpoint.incomplete_folder(root, step)
+    (folder / "deepspeed").mkdir(parents=True)
+    (folder / "deepspeed" / "rank_0.pt").write_bytes(b"optimizer" * 50)
+    checkpoint.write_weights(folder, {"weight": torch.full((3,), float(step))})
+    state = TrainerState(
+        step=step, skipped_steps=0, skipped_in_a_row=0, run_id=run_id, loader={"position": step}, world_size=1,
+        zero_stage=0, precision="fp32", tokenizer="t", data="d", git="g", config={"seed": 1},
+    )  # fmt: skip
+    checkpoint.write_state(folder, state)
+    records = {}
+    for part in range(3):
+        records |= checkpoint.file_records(folder, part=part, parts=3)
+    return checkpoint.publish(root, step, records)
+
+
+def steps(root: Path) -> list[int | None]:
+    return [checkpoint.step_of(folder) for folder in checkpoint.list_steps(root)]
+
+
+@pytest.mark.parametrize(
+    ("written", "keep", "left"),
+    [(range(200, 1001, 200), 3, [600, 800, 1000]), ((9_800, 9_900, 10_000), 2, [9_900, 10_000])],
+)
+def test_r27_the_newest_stay_by_step_number(tmp_path: Path, written: list[int], keep: int, left: list[int]) -> None:
+    for step in written:
+        folder = make_step(tmp_path, step)
+        for known in checkpoint.list_steps(tmp_path):
+            os.utime(known, (1, 1))
+        checkpoint.retain(tmp_path, keep=keep, written=folder, run_id="a")
+    assert steps(tmp_path) == left
+    assert (tmp_path / "latest").read_text().strip() == checkpoint.step_name(left[-1])
+
+
+def test_r27_order_does_not_depend_on_the_width_of_names(tmp_path: Path) -> None:
+    for step in (9_900, 10_000):
+        make_step(tmp_path, step).rename(tmp_path / f"step-{step}")
+    assert steps(tmp_path) == [9_900, 10_000]
+
+
+def test_r27_another_runs_folder_is_never_chosen_and_never_removed(tmp_path: Path) -> None:
+    make_step(tmp_path, 5000, run_id="old")
+    reports: list[str] = []
+    assert checkpoint.newest_complete(tmp_path, run_id="new", report=reports.append) is None
+    written = make_step(tmp_path, 100, run_id="new")
+    checkpoint.retain(tmp_path, keep=1, written=written, run_id="new")
+    assert steps(tmp_path) == [100, 5000]
+    assert checkpoint.newest_complete(tmp_path, run_id="new", report=reports.append) == written
+    assert all("another run" in report and "step-000005000" in report for report in reports)
+
+
+def test_r27_the_one_just_written_stays_even_below_others(tmp_path: Path) -> None:
+    for step in (300, 400):
+        make_step(tmp_path, step)
+    written = make_step(tmp_path, 200)  # after going back to an older checkpoint
+    removed = checkpoint.retain(tmp_path, keep=1, written=written, run_id="a", pinned=[300])
+    assert steps(tmp_path) == [200, 300, 400]
+    assert removed == []
+
+
+def damage_content(folder: Path) -> None:
+    path = folder / "deepspeed" / "rank_0.pt"
+    path.write_bytes(path.read_bytes()[:-1] + b"X")
+
+
+def damage_size(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def damage_missing(folder: Path) -> None:
+    (folder / "deepspeed" / "rank_0.pt").unlink()
+
+
+def damage_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text("{")
+
+
+def damage_state(folder: Path) -> None:
+    (folder / "trainer_state.json").write_text(json.dumps({"schema": 99}))
+
+
+@pytest.mark.parametrize("damage", [damage_content, damage_size, damage_missing, damage_manifest, damage_state])
+def test_a_damaged_newest_one_is_reported_and_the_one_before_is_used(tmp_path: Path, damage: object) -> None:
+    whole = make_step(tmp_path, 10)
+    damage(make_step(tmp_path, 20))  # type: ignore[operator]
+    reports: list[str] = []
+    assert checkpoint.newest_complete(tmp_path, run_id="a", report=reports.append) == whole
+    assert len(reports) == 1 and "step-000000020" in reports[0]
+
+
+def test_an_interrupted_save_is_no_checkpoint_and_is_cleared(tmp_path: Path) -> None:
+    whole = make_step(tmp_path, 10)
+    folder = checkpoint.incomplete_folder(tmp_path, 20)
+    folder.mkdir()
+    (folder / "half.pt").write_bytes(b"x")
+    assert checkpoint.newest_complete(tmp_path) == whole
+    checkpoint.clear_incomplete(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", whole.name]
+
+
+def test_weights_come_back_without_deepspeed(tmp_path: Path) -> None:
+    folder = make_step(tmp_path / "run" / "pretrain" / "checkpoints", 7)
+    for named in (folder, folder.parent, folder.parent.parent, folder.parent.parent.parent):
+        assert checkpoint.resolve(named) == folder
+    assert torch.equal(checkpoint.load_model_weights(folder)["weight"], torch.full((3,), 7.0))
+    assert checkpoint.read_state(folder).loader == {"position": 7}
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        checkpoint.resolve(tmp_path / "nothing")
