@@ -20,7 +20,8 @@ from datatrove.pipeline.base import PipelineStep
 from data_pipeline.artefacts import write_text
 from data_pipeline.build_state import worker_lock
 from data_pipeline.masking import MaskingRule, MaskSet, draw_masks, mask_rng
-from data_pipeline.pairs import Pairs, build_pairs
+from data_pipeline.packing import pack_sentences, with_separators
+from data_pipeline.pairs import Pairs, build_ordered_pairs, build_pairs
 from data_pipeline.records import Block
 from data_pipeline.shards import ShardRecord, ShardWriter
 from data_pipeline.stats import BucketStats
@@ -31,7 +32,7 @@ from data_pipeline.tokenizer import Tokenizer
 SPLITS = ("train", "validation")
 
 # What a random stream is for: the first number after the seed, so that no two uses share a stream.
-_PAIRS, _ORDER, _MASKS = 1, 2, 3
+_PAIRS, _ORDER, _MASKS, _DOCUMENTS = 1, 2, 3, 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +40,7 @@ class AssembleSettings:
     """What stage 2 does with a bucket; each field is a key of `[data]` or the seed."""
 
     seed: int
+    mode: str
     max_seq_length: int
     short_seq_prob: float
     mask_prob: float
@@ -81,26 +83,49 @@ def read_bucket(files: list[TokenFile], group: int, dtype: np.dtype) -> Document
     return documents.take(np.array(order, np.int64))
 
 
-def shuffled_pairs(documents: Documents, settings: AssembleSettings, place: tuple[int, int]) -> Pairs:
-    """The pairs of all dupes of a bucket in random order.
+def make_examples(
+    documents: Documents, settings: AssembleSettings, place: tuple[int, int], sep_id: int
+) -> tuple[Documents, Pairs]:
+    """The examples of all dupes of a bucket in random order, and the documents that they are ranges of.
 
     Args:
         documents: of the bucket, ordered by key.
         settings: of the build.
         place: number of the split, number of the bucket.
+        sep_id: divides documents inside an example (mode full_sentences).
+
+    Raises:
+        SingleDocumentError: mode nsp with one document.
     """
-    parts = [
-        build_pairs(
-            documents.sentence_counts,
-            documents.sentence_lengths,
-            max_seq_length=settings.max_seq_length,
-            short_seq_prob=settings.short_seq_prob,
-            rng=mask_rng(settings.seed, _PAIRS, *place, dupe),
+    parts = []
+    if settings.mode == "full_sentences":
+        documents = with_separators(
+            documents.take(_rng(settings, _DOCUMENTS, *place).permutation(len(documents.keys))), sep_id
         )
-        for dupe in range(settings.dupes)
-    ]
+    for dupe in range(settings.dupes):
+        rng = _rng(settings, _PAIRS, *place, dupe)
+        if settings.mode in ("full_sentences", "doc_sentences"):
+            crossing = settings.mode == "full_sentences"
+            parts.append(
+                pack_sentences(documents, max_seq_length=settings.max_seq_length, cross_documents=crossing, rng=rng)
+            )
+        else:
+            build = build_pairs if settings.mode == "nsp" else build_ordered_pairs
+            parts.append(
+                build(
+                    documents.sentence_counts,
+                    documents.sentence_lengths,
+                    max_seq_length=settings.max_seq_length,
+                    short_seq_prob=settings.short_seq_prob,
+                    rng=rng,
+                )
+            )
     pairs = Pairs.joined(parts)
-    return pairs.take(mask_rng(settings.seed, _ORDER, *place).permutation(len(pairs.labels)))
+    return documents, pairs.take(_rng(settings, _ORDER, *place).permutation(len(pairs.labels)))
+
+
+def _rng(settings: AssembleSettings, *place: int) -> np.random.Generator:
+    return mask_rng(settings.seed, *place)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,8 +191,9 @@ def write_bucket(
     records: list[ShardRecord] = []
     if not documents.keys:
         return records, stats
-    pairs = shuffled_pairs(documents, settings, place)
-    stats.count_documents(documents, pairs)
+    stats.count_documents(documents)
+    documents, pairs = make_examples(documents, settings, place, tokenizer.sep_id)
+    stats.count_pairs(pairs)
     pool = IdPool.of(documents, tokenizer)
     writer: ShardWriter | None = None
     try:

@@ -187,18 +187,19 @@ class Build:
         for split in SPLITS:
             found = per_group[list(self.groups.of_split(split))]
             total = int(found.sum())
-            if total < 2 and split == "validation":
+            least = 2 if data.mode == "nsp" else 1
+            if total < least and split == "validation":
                 if self.config.corpus.held_out:
-                    self.progress.line(f"warning: {total} documents are held out, too few for pairs: no validation set")
+                    self.progress.line(f"warning: {total} documents are held out, too few: no validation set")
                 continue
             if total == 0:
                 raise BuildError(f"the corpus is empty: {_reasons(self._corpus_counts(files))}")
-            if total == 1:
+            if total < least:
                 raise BuildError(
                     "the corpus has a single document for training: a random second part must come from another "
                     "document. Give it more, or divide it with blank lines (corpus.source = 'text')"
                 )
-            if (found == 1).any():
+            if data.mode == "nsp" and (found == 1).any():
                 raise BuildError(
                     f"{int((found == 1).sum())} of {len(found)} {split} buckets hold a single document ({total} in all), "
                     f"so their pairs have no other document to draw from: set data.buckets below {data.buckets}"
@@ -210,6 +211,7 @@ class Build:
         data = self.config.data
         return AssembleSettings(
             seed=self.config.seed,
+            mode=data.mode,
             max_seq_length=data.max_seq_length,
             short_seq_prob=data.short_seq_prob,
             mask_prob=data.mask_prob,
@@ -275,7 +277,6 @@ class Build:
             settings={
                 "split": split,
                 "corpus": corpus,
-                "mode": self.config.data.mode,
                 "buckets": self.config.data.buckets,
                 **asdict(settings),
             },

@@ -67,7 +67,8 @@ class DataConfig(StrictModel):
 
     dir: str
     """Output folder. Holds tokenizer/, train/ and validation/, each with its index."""
-    mode: Literal["nsp"] = "nsp"
+    mode: Literal["nsp", "sop", "full_sentences", "doc_sentences"] = "nsp"
+    """BERT's next sentence pairs, ALBERT's sentence order pairs, or RoBERTa's packed sentences without pairs."""
     max_seq_length: int = Field(default=128, ge=8, le=65535)
     short_seq_prob: float = Field(default=0.1, ge=0, le=1)
     mask_prob: float = Field(default=0.15, gt=0, lt=1)

@@ -40,11 +40,14 @@ class BucketStats:
         """No examples yet."""
         return cls(lengths=np.zeros(max_seq_length + 1, np.int64))
 
-    def count_documents(self, documents: Documents, pairs: Pairs) -> None:
-        """Count a bucket's documents and what pairing did with them."""
+    def count_documents(self, documents: Documents) -> None:
+        """Count a bucket's documents."""
         self.counts["documents"] += len(documents.keys)
         self.counts["documents_same_key"] += len(documents.keys) - len(set(documents.keys))
         self.counts["corpus_tokens"] += len(documents.ids)
+
+    def count_pairs(self, pairs: Pairs) -> None:
+        """Count what making examples did with the documents."""
         self.counts["truncated_tokens"] += pairs.truncated
         self.counts["forced_random"] += pairs.forced_random
 
@@ -137,7 +140,8 @@ def warnings(stats: Mapping[str, Any], *, whole_word: bool) -> list[str]:
             f"{stats['continuation_share']:.2%} of the tokens continue a word (text without word pieces, such as Chinese, "
             "needs a word segmenter)"
         )
-    if abs(stats["nsp"]["random_share"] - 0.5) > 0.02:
+    pairs = stats["nsp"]["next"] + stats["nsp"]["random"]
+    if pairs and abs(stats["nsp"]["random_share"] - 0.5) > 0.02 + 2 / pairs:
         found.append(
             f"{stats['nsp']['random_share']:.0%} of the pairs are random, not half: "
             f"{stats['nsp']['random_for_want_of_a_next_sentence']} chunks were one sentence long"

@@ -60,6 +60,7 @@ def settings(**changes: object) -> AssembleSettings:
     """Length 128, two mask sets."""
     given: dict[str, object] = {
         "seed": 3,
+        "mode": "nsp",
         "max_seq_length": 128,
         "short_seq_prob": 0.1,
         "mask_prob": 0.15,

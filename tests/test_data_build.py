@@ -246,6 +246,23 @@ def test_r10_two_usable_documents_build(tmp_path: Path) -> None:
     assert dropped["no_tokens"] == 1
 
 
+@pytest.mark.parametrize("mode", ["sop", "full_sentences", "doc_sentences"])
+def test_other_modes_build_even_from_one_document(tmp_path: Path, mode: str) -> None:
+    config = write_text_config(tmp_path, "alpha beta\ngamma\ndelta epsilon\n")
+    assert main(["--config", str(config), "--set", f"data.mode={mode}"]) == 0
+    assert ShardIndex.open(tmp_path / "data/train").info.settings["mode"] == mode
+
+
+def test_r13_whole_word_without_pieces_is_said_to_have_no_effect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R13: Chinese text has one character a token, and no segmenter says which belong together."""
+    config = write_text_config(tmp_path, "我爱北京\n\n北京爱我\n")
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"我爱北京", "##京"]))
+    assert main(["--config", str(config), "--set", "data.whole_word=true"]) == 0
+    assert "data.whole_word has no effect here" in capsys.readouterr().out
+
+
 def test_dry_run_writes_nothing(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, corpus)
     assert main(["--config", str(config), "--dry-run"]) == 0
