@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 
@@ -17,7 +18,7 @@ from matplotlib.figure import Figure
 INK, MUTED, GRID = "#1f2933", "#697886", "#e3e8ec"
 TRAIN, HELD_OUT, REFERENCE, WRONG = "#9bb4c4", "#0b6e8a", "#c2601a", "#b3261e"
 
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: selectable, and in the page's own font
     "font.family": "sans-serif",
     "font.size": 10,
@@ -124,7 +125,7 @@ def _figure(*, width: float, height: float) -> tuple[Figure, Axes]:
 
 def _draw(axes: Axes, curve: Curve) -> None:
     broken = [value if math.isfinite(value) else math.nan for value in curve.values]
-    style = {"marker": "o", "markersize": 3.6} if curve.markers else {}
+    style: dict[str, Any] = {"marker": "o", "markersize": 3.6} if curve.markers else {}
     axes.plot(curve.steps, broken, color=curve.colour, linewidth=1.7, label=curve.label, **style)
     bad = [step for step, value in zip(curve.steps, curve.values, strict=True) if not math.isfinite(value)]
     if bad:

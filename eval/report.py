@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from eval.report_data import (
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 UNIGRAM_KEY = "unigram_loss"
-"""In a validation line of metrics.jsonl: the held-out MLM loss of predicting by the training text's token frequencies."""
+"""In run.json: the held-out MLM loss of predicting by the training text's token frequencies."""
 
 _VALIDATION_COLUMNS = (
     ("step", "step", 0),
@@ -75,10 +76,18 @@ def write_report(runs_folder: Path, output: Path) -> Path:
 
 
 def _subtitle(run: Run) -> str:
+    """When and with which code the run was started, as far as it says so."""
+    starts = run.description.get("starts") or [{}]
     parts = []
-    for key in ("git_revision", "started", "created"):
-        if run.description.get(key):
-            parts.append(f"{key.replace('_', ' ')} {run.description[key]}")
+    created = as_number(run.description.get("created"))
+    if created is not None and math.isfinite(created):
+        parts.append(time.strftime("created %Y-%m-%d %H:%M UTC", time.gmtime(created)))
+    if starts[-1].get("git"):
+        parts.append(f"code {str(starts[-1]['git'])[:12]}")
+    if starts[-1].get("world_size"):
+        parts.append(f"{starts[-1]['world_size']} ranks")
+    if len(starts) > 1:
+        parts.append(f"resumed {len(starts) - 1} times, last at step {starts[-1].get('step')}")
     return " · ".join(parts) or "pretraining, task scores and configuration of one run"
 
 
@@ -106,8 +115,7 @@ def _view(run: Run, prefix: str) -> dict[str, Any]:
 
 
 def _unigram(run: Run) -> float | None:
-    values = [as_number(row.get(UNIGRAM_KEY)) for row in run.validation]
-    return next((value for value in reversed(values) if value is not None), None)
+    return as_number(run.description.get(UNIGRAM_KEY))
 
 
 def _tiles(run: Run, best: Mapping[str, Any] | None) -> list[dict[str, Any]]:

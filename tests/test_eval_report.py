@@ -35,7 +35,6 @@ def validation_line(step: int, loss: float | str) -> dict[str, Any]:
         "nsp_loss": 0.6,
         "nsp_accuracy": 0.7,
         "examples": 64,
-        "unigram_loss": 6.5,
     }
 
 
@@ -59,7 +58,9 @@ def page_of(runs: Path, output: Path) -> str:
 def test_whole_run_is_one_self_contained_page(tmp_path: Path) -> None:
     run = write_run(tmp_path / "demo", [train_line(10, 5.0), train_line(20, 4.5), validation_line(20, 4.25)])
     (run / "pretrain" / "run.json").write_text(
-        json.dumps({"config": {"model": {"layers": 2}}, "versions": {"torch": "2"}})
+        json.dumps(
+            {"config": {"model": {"layers": 2}}, "unigram_loss": 6.5, "created": 86400.0, "starts": [{"git": "abcdef"}]}
+        )
     )
     for part in ("train", "validation"):
         (run / "data" / part).mkdir(parents=True)
@@ -79,6 +80,7 @@ def test_whole_run_is_one_self_contained_page(tmp_path: Path) -> None:
         "1,234",
         "config.model.layers",
         "1,043",
+        "created 1970-01-02 00:00 UTC · code abcdef",
     ):
         assert text in page, text
     assert page.count("<svg") == 8  # seven pretraining curves and the task scores
