@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.lamb import Lamb, trust_ratios
+from pretrain.lamb import Lamb, square_sums, trust_ratios
 
 
 def _group(**options: Any) -> dict[str, Any]:
@@ -42,6 +42,17 @@ def test_trust_ratios() -> None:
     assert trust_ratios(squares, _group(weight_decay=0.0, adapt_undecayed=False)).tolist() == [1, 1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("size", [1, 1023, 1024, 1025, 3 * 1024 + 5])
+def test_square_sums_at_the_borders_of_blocks(size: int) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        piece = torch.linspace(-1, 2, size).to(dtype)
+        found = square_sums([piece, piece[:0]])
+        assert found.dtype == torch.float64
+        torch.testing.assert_close(
+            found, torch.tensor([float(piece.double().square().sum()), 0.0]).double(), rtol=5e-7, atol=0
+        )
+
+
 def test_norm_of_a_large_tensor_is_exact() -> None:
     """A float32 sum of squares loses 0.4 % over eight million equal elements."""
     size = 2**23
@@ -50,7 +61,7 @@ def test_norm_of_a_large_tensor_is_exact() -> None:
     optimizer = Lamb([weight], lr=1.0, weight_decay=0.0, eps=0.0)
     optimizer.step()
     # |w| / |u| = 0.1 / 1 and u = 1 everywhere: the step leads to zero
-    assert weight.detach().abs().max() < 1e-7
+    assert weight.detach().abs().max() < 1e-7, weight.max()
 
 
 def test_state_goes_through_save_and_load() -> None:
