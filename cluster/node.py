@@ -28,7 +28,8 @@ from pathlib import Path
 GRACE_SECONDS = 10.0
 """After the first failed rank, the others of the node have this long to end with their own message."""
 RESEND_SECONDS = 5.0
-"""A stop is asked for again this often: a rank that is still importing ignores it the first time."""
+"""A stop is asked for again this often, of the ranks that listen: one that is still importing does not yet, and one that
+is leaving no longer (Python puts the default action back before it ends, and a signal then would kill it)."""
 POLL_SECONDS = 0.25
 STOP_SIGNALS = frozenset((signal.SIGUSR1, signal.SIGTERM))
 _PR_SET_CHILD_SUBREAPER = 36
@@ -103,7 +104,7 @@ def _watch(process: subprocess.Popen[bytes], ranks: Ranks, stopped_code: int) ->
             resend_at = now + RESEND_SECONDS
             ended = ranks.codes()
             for rank, pid in ranks.pids().items():
-                if rank not in ended:
+                if rank not in ended and _catches(pid, signal.SIGUSR1):
                     _kill(pid, signal.SIGUSR1)
         failed = [rank for rank, code in sorted(ranks.codes().items()) if code not in (0, stopped_code)]
         if failed and kill_at == float("inf"):
@@ -152,6 +153,15 @@ def _signals_of_a_program() -> None:
     # was ignored when it started: the program must be one that can, such as Python.)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _catches(pid: int, number: signal.Signals) -> bool:
+    """Whether the process has a handler for this signal."""
+    try:
+        caught = int(Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0], 16)
+    except (OSError, IndexError):
+        return False
+    return bool(caught >> (number - 1) & 1)
 
 
 def _launcher_has_signal(pid: int, ranks: Ranks) -> bool:

@@ -137,6 +137,18 @@ def test_a_stop_during_the_imports_is_not_lost(node) -> None:  # type: ignore[no
     assert one.ended()[0] == 0 and one.verdict.read_text() == "75\n"
 
 
+def test_a_stop_is_not_sent_to_a_rank_that_is_leaving(node) -> None:  # type: ignore[no-untyped-def]
+    """Python restores the default action of signals before it ends; that may take long, and a signal then is deadly."""
+    leaving = WORKER.replace(
+        "    sys.exit(75)", "    signal.signal(number, signal.SIG_DFL); time.sleep(1.5); os._exit(75)"
+    )
+    one = node(leaving, patch="n.RESEND_SECONDS = 0.6")
+    one.wait_for("started-0", "started-1")
+    os.kill(one.process.pid, signal.SIGUSR1)
+    code, messages = one.ended()
+    assert code == 0 and one.verdict.read_text() == "75\n", messages
+
+
 def test_r41_a_failed_rank_ends_the_node(node) -> None:  # type: ignore[no-untyped-def]
     one = node(FAIL_BESIDE_A_HANGING_RANK, patch="n.GRACE_SECONDS = 0.5")
     code, messages = one.ended()
