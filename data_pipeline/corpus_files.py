@@ -165,7 +165,8 @@ def open_bytes(file: InputFile) -> Iterator[IO[bytes]]:
     """
     try:
         with fsspec.open(file.path, "rb", compression="infer") as handle:
-            yield handle
+            # zstandard's stream gives no lines, a buffer around it does.
+            yield io.BufferedReader(handle) if file.compression else handle
     except (EOFError, zlib.error, ZstdError) as error:
         raise CorpusError(f"{file.path}: damaged or truncated {file.compression} data: {error}") from error
     except OSError as error:

@@ -29,6 +29,7 @@ from data_pipeline.tokenizer_folder import (
     without_surrogates,
     write_descriptor,
 )
+from data_pipeline.unicode_gaps import GAPS
 
 PREFIX = "##"
 MAX_WORD_CHARACTERS = 100
@@ -168,11 +169,13 @@ class WordPieceTokenizer:
         """Whether tokie's ids could differ from those of `tokenizers`, as found by the differential tests.
 
         tokie 0.1.4 cuts texts of about 64 kB and more into chunks to encode them in parallel, inside a word where it
-        finds no other place; and it always splits CJK.
+        finds no other place; its Unicode tables are older; and it always splits CJK.
         """
         if len(text) > _LONG_TEXT and _LONG_RUN.search(text):
             return True
-        return not self.flags.split_cjk and not text.isascii() and CJK.search(text) is not None
+        if text.isascii():
+            return "\x7f" in text
+        return GAPS.search(text) is not None or (not self.flags.split_cjk and CJK.search(text) is not None)
 
     def _normalise(self, text: str) -> str:
         if text.isascii():
