@@ -35,10 +35,15 @@ def test_r23_the_rule_does_not_read_names():
     before = counts(model)
     layer = model.encoder.layers[0]
     layer.layer_norm, layer.lens = layer.attention_norm, layer.up
-    layer.attention_norm, layer.up = None, None
+    layer.equaliser = layer.feed_forward_norm
+    layer.attention_norm, layer.up, layer.feed_forward_norm = None, None, None
     after = counts(model)
     assert before[:2] == after[:2] == (26, 10)
-    assert {"encoder.layers.0.layer_norm.weight", "encoder.layers.0.lens.bias"} <= after[2]
+    assert {
+        "encoder.layers.0.layer_norm.weight",
+        "encoder.layers.0.lens.bias",
+        "encoder.layers.0.equaliser.weight",
+    } <= after[2]
 
 
 def test_frozen_tensors_are_in_no_group_and_two_dimensional_norms_do_not_decay():
