@@ -91,7 +91,12 @@ class Build:
             if self.config.corpus.source == "embedded":
                 size = {"max_megabytes": self.config.corpus.max_megabytes}
                 claim_stage(self.data_dir, "corpus", {"corpus": size}, ("corpus",))
-            self.inputs = find_inputs(self.config.corpus, self.data_dir / "corpus")
+            corpus_dir = self.data_dir / "corpus"
+            if self.config.corpus.source == "embedded" and not corpus_dir.exists():
+                with self.progress.stage("corpus: reading the documentation in this installation"):
+                    self.inputs = find_inputs(self.config.corpus, corpus_dir)
+            else:
+                self.inputs = find_inputs(self.config.corpus, corpus_dir)
             tokenizer = self._tokenizer()
             files = self._tokenize(tokenizer)
             splits = self._check_documents(files)
