@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 
 from data_pipeline.artefacts import write_text
-from eval.plots import HELD_OUT, TRAIN, Curve, curves_svg, scores_svg
+from eval.plots import HELD_OUT, TRAIN, Curve, bars_svg, curves_svg, scores_svg
 from eval.report_data import (
     ReportError,
     Run,
@@ -110,6 +110,7 @@ def _view(run: Run, prefix: str) -> dict[str, Any]:
         ],
         "best": None if best is None else run.validation.index(dict(best)),
         **_data_table(run),
+        "data_figure": _length_figure(run, prefix),
         "details": details,
     }
 
@@ -241,12 +242,22 @@ def _data_table(run: Run) -> dict[str, Any]:
     keys = [key for stats in parts.values() for key in stats]
     rows = []
     for key in dict.fromkeys(keys):
-        if "histogram" in key or key.count(".") > 1:
+        if key in ("schema", "lengths.bin_width"):
             continue
         numbers = [_stat(stats.get(key)) for stats in parts.values()]
         if any(number is not None for number in numbers):
             rows.append([key.replace("_", " ").replace(".", ": "), *(number or "–" for number in numbers)])
     return {"data_header": ["", *({"validation": "held-out"}.get(part, part) for part in parts)], "data_rows": rows}
+
+
+def _length_figure(run: Run, prefix: str) -> str:
+    """Lengths of the training examples, as the build counted them."""
+    lengths = run.stats["train"].get("lengths")
+    if not isinstance(lengths, dict) or not lengths.get("examples") or not lengths.get("bin_width"):
+        return ""
+    width, counts = int(lengths["bin_width"]), lengths["examples"]
+    bins = [(f"{n * width}", float(count)) for n, count in enumerate(counts)]
+    return bars_svg(f"{prefix}-lengths", bins, unit=f"tokens of a training example, in bins of {width}")
 
 
 def _stat(text: str | None) -> str | None:

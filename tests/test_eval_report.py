@@ -65,7 +65,9 @@ def test_whole_run_is_one_self_contained_page(tmp_path: Path) -> None:
     for part in ("train", "validation"):
         (run / "data" / part).mkdir(parents=True)
         (run / "data" / part / "stats.json").write_text(
-            json.dumps({"documents": {"kept": 1234, "dropped": {"empty": 2}}})
+            json.dumps(
+                {"documents": {"kept": 1234, "dropped": {"empty": 2}}, "lengths": {"bin_width": 8, "examples": [1, 5]}}
+            )
         )
     (run / "eval").mkdir()
     (run / "eval" / "results.json").write_text(json.dumps({"schema": 1, "results": [result_group("CoLA", 0.125)]}))
@@ -83,7 +85,7 @@ def test_whole_run_is_one_self_contained_page(tmp_path: Path) -> None:
         "created 1970-01-02 00:00 UTC · code abcdef",
     ):
         assert text in page, text
-    assert page.count("<svg") == 8  # seven pretraining curves and the task scores
+    assert page.count("<svg") == 9  # seven pretraining curves, the task scores, the lengths
     # Nothing is fetched: the only addresses are the SVG name spaces.
     assert not re.search(r'(?:src|href)="(?!#)', page) and "@import" not in page
     assert page_of(run, tmp_path / "again") == page
