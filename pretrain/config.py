@@ -43,9 +43,9 @@ class TrainTable(StrictModel):
 
 
 class OptimizerConfig(StrictModel):
-    """`[optimizer]`: AdamW with decoupled weight decay (https://arxiv.org/abs/1711.05101)."""
+    """`[optimizer]`: AdamW with decoupled weight decay (https://arxiv.org/abs/1711.05101), or LAMB (pretrain/lamb.py)."""
 
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "lamb"] = "adamw"
     lr: float = Field(gt=0)
     """The peak of the schedule."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -54,6 +54,26 @@ class OptimizerConfig(StrictModel):
     """Of every tensor except biases and normalisation."""
     grad_clip: float = Field(default=1.0, ge=0)
     """Largest global L2 norm of the gradient; 0 does not clip."""
+    bias_correction: bool = True
+    """LAMB: divide the moments by 1 - beta^t."""
+    adapt_undecayed: bool = True
+    """LAMB: false gives biases and normalisation the trust ratio 1."""
+    min_trust_ratio: float | None = Field(default=None, ge=0)
+    """LAMB: smallest trust ratio; unset: no bound."""
+    max_trust_ratio: float | None = Field(default=None, gt=0)
+    """LAMB: largest trust ratio; unset: no bound."""
+
+    @model_validator(mode="after")
+    def _lamb_keys_with_lamb(self) -> Self:
+        for key in ("bias_correction", "adapt_undecayed", "min_trust_ratio", "max_trust_ratio"):
+            if self.name != "lamb" and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"key 'optimizer.{key}': only for optimizer.name=lamb; leave it out")
+        if (self.min_trust_ratio or 0) > (self.max_trust_ratio or float("inf")):
+            raise ValueError(
+                f"key 'optimizer.min_trust_ratio': {self.min_trust_ratio} is over "
+                f"optimizer.max_trust_ratio={self.max_trust_ratio}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _betas_below_one(self) -> Self:

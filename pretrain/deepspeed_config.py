@@ -50,7 +50,8 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
     Sizes may be left out, be "auto", or repeat the right value. Logging by DeepSpeed itself is off unless asked for.
 
     Raises:
-        ConfigError: sizes that contradict [train], a part that this project does itself, a ZeRO stage that is none.
+        ConfigError: sizes that contradict [train], a part that this project does itself, a ZeRO stage that is none or
+            that the optimizer does not support.
     """
     merged = copy.deepcopy(config.deepspeed)
     for key, instead in _OURS.items():
@@ -73,6 +74,12 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
     zero.setdefault("stage", 0)
     if zero["stage"] not in (0, 1, 2, 3):
         raise ConfigError(f"key 'deepspeed.zero_optimization.stage': expected 0, 1, 2 or 3, got {zero['stage']!r}")
+    if config.optimizer.name == "lamb":
+        if zero["stage"] == 3:
+            raise ConfigError(
+                "key 'optimizer.name': lamb does not run under ZeRO-3; set the stage to 0, 1 or 2, or use adamw"
+            )
+        merged.setdefault("zero_allow_untested_optimizer", True)
     precision(config)
     return merged
 

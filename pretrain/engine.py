@@ -33,6 +33,7 @@ from cluster.world import World
 from data_pipeline.records import Batch
 from pretrain.config import OptimizerConfig, TrainConfig
 from pretrain.deepspeed_config import deepspeed_config, precision, zero_stage
+from pretrain.lamb import Lamb
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 import deepspeed
@@ -155,12 +156,26 @@ def on_rank_zero(action: Callable[[], T]) -> T:
 
 
 def build_optimizer(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over parameter groups that carry their own `weight_decay`.
+    """AdamW or LAMB over parameter groups that carry their own `weight_decay`.
 
-    torch's fused kernel, on CPU and CUDA: one pass over a flat ZeRO partition, and nothing to compile at start.
+    AdamW is torch's fused kernel, on CPU and CUDA: one pass over a flat ZeRO partition, and nothing to compile at start.
+
+    The rate is 0 until the first `step` sets it: without ZeRO, DeepSpeed's half-precision wrapper takes a step with zero
+    gradients while it is built (0.19.8 runtime/fp16/unfused_optimizer.py), in which weight decay would move the weights.
     """
     plain = [{key: group[key] for key in ("params", "weight_decay")} for group in groups]
-    return torch.optim.AdamW(plain, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    if config.name == "lamb":
+        return Lamb(
+            plain,
+            lr=0.0,
+            betas=config.betas,
+            eps=config.eps,
+            bias_correction=config.bias_correction,
+            adapt_undecayed=config.adapt_undecayed,
+            min_ratio=config.min_trust_ratio,
+            max_ratio=config.max_trust_ratio,
+        )
+    return torch.optim.AdamW(plain, lr=0.0, betas=config.betas, eps=config.eps, fused=True)
 
 
 def seed_of(*numbers: int) -> int:
@@ -184,12 +199,15 @@ class TrainEngine:
     ) -> None:
         self.config, self.world, self.device = config, world, torch.device(device)
         self.stage, self.precision = zero_stage(config), precision(config)
+        optimizer = build_optimizer(groups, config.optimizer)
         self._engine, *_ = deepspeed.initialize(
             model=_Objective(model),
-            optimizer=build_optimizer(groups, config.optimizer),
+            optimizer=optimizer,
             config=deepspeed_config(config, world.size),
             dist_init_required=False,
         )
+        if self.stage == 0:
+            optimizer.state.clear()  # of the step at rate 0, see `build_optimizer`: the first real step is number 1
         # Without ZeRO and without loss scaling DeepSpeed runs the optimizer bare and never looks at the gradient.
         self._plain = self.stage == 0 and self.precision == "fp32"
 
