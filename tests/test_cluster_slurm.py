@@ -247,6 +247,64 @@ def test_r41_a_failed_rank_ends_every_node(cluster: Cluster, tmp_path: Path) -> 
     assert "rank 1 failed with exit code 1: ending the others" in log and "RuntimeError: a rank fails" in log
 
 
+TRAINING = """
+seed = 3
+[data]
+dir = "{folder}/data"
+[run]
+dir = "{folder}/pretrain"
+[model]
+layers = 1
+hidden = 32
+heads = 2
+intermediate = 64
+[train]
+steps = {steps}
+global_batch = 8
+micro_batch = 4
+log_every = 1
+[optimizer]
+lr = 1e-3
+[checkpoint]
+every = 100000
+[validation]
+every = 0
+[tracking]
+enabled = false
+[deepspeed]
+zero_optimization = {{ stage = 1 }}
+"""
+
+
+def test_pretraining_on_two_nodes_continues_after_requeue(
+    cluster: Cluster, tmp_path: Path, write_dataset: Callable[..., object]
+) -> None:
+    """The whole way: submit, DeepSpeed's launcher on two nodes, `scontrol requeue` in the middle, resume, end."""
+    for part in ("train", "validation"):
+        write_dataset(tmp_path / "data" / part, shards=2, blocks=4, examples=9)
+    (tmp_path / "c.toml").write_text(TRAINING.format(folder=tmp_path, steps=250))
+    words = [sys.executable, "-m", "cluster.submit", "pretrain", "--config", str(tmp_path / "c.toml"), "--nodes", "2"]
+    job_id = int(cluster.login(*words, "--ranks-per-node", "1", "--time", "10").stdout)
+    run = tmp_path / "pretrain"
+    log = run / "cluster" / f"pretrain-{tmp_path.name}-{job_id}.log"
+
+    def steps() -> list[int]:
+        file = run / "metrics.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [record["step"] for record in map(json.loads, lines) if record["kind"] == "train"]
+
+    wait_for(lambda: steps()[3:], "first steps", 180)
+    cluster.login("scontrol", "requeue", str(job_id))
+    job = cluster.end_of(job_id, 240)
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "1"), log.read_text()
+    first, second = json.loads((run / "run.json").read_text())["starts"]
+    assert first["world_size"] == second["world_size"] == 2
+    assert first["step"] == 0 and 3 <= second["step"] < 250
+    assert steps() == list(range(1, 251)), "every step once, none lost"
+    assert (run / "cluster" / f"hosts-{job_id}").read_text() == "node1 slots=1\nnode2 slots=1\n"
+    assert (run / "cluster" / f"pretrain-{tmp_path.name}.sh").read_text().startswith("#!/bin/bash\n#SBATCH")
+
+
 def test_refused_by_slurm(cluster: Cluster, tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
     config.write_text(f'[run]\ndir = "{tmp_path}/run"\n')
