@@ -35,6 +35,7 @@ class Examples:
         texts_a, texts_b: the text; `texts_b` is None for single sentences.
         labels: int64 class ids, float64 scores, or None for a file without labels.
         label_names: class names in the order of the ids; empty for regression.
+        choices: inputs per example; above 1 (multiple choice), `texts_a` and `texts_b` have that many rows for each.
         malformed: rows left out, by reason.
         sha256: of the file's bytes, uncompressed.
     """
@@ -44,6 +45,7 @@ class Examples:
     texts_b: list[str] | None
     labels: np.ndarray | None
     label_names: tuple[str, ...] = ()
+    choices: int = 1
     malformed: dict[str, int] = field(default_factory=dict)
     sha256: str = ""
 
@@ -52,11 +54,12 @@ class Examples:
 
     def take(self, rows: np.ndarray) -> Examples:
         """The examples at these rows, in this order."""
+        inputs = (rows[:, None] * self.choices + np.arange(self.choices)).reshape(-1)
         return replace(
             self,
             ids=[self.ids[row] for row in rows],
-            texts_a=[self.texts_a[row] for row in rows],
-            texts_b=None if self.texts_b is None else [self.texts_b[row] for row in rows],
+            texts_a=[self.texts_a[row] for row in inputs],
+            texts_b=None if self.texts_b is None else [self.texts_b[row] for row in inputs],
             labels=None if self.labels is None else self.labels[rows],
         )
 

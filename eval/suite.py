@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from eval.choice_readers import read_choices
 from eval.labels import far_below_chance
 from eval.metrics import METRICS, Score, baseline, compute
-from eval.readers import Examples, read_split
+from eval.readers import Examples, ReadError, read_split
 from eval.results import SCHEMA, read_result, result_path, scores_as_json, write_result, write_summary
 from eval.tasks import TASKS, Recipe, Task, TaskError
 
@@ -75,8 +76,12 @@ def read_task(task: Task, plan: Plan) -> TaskData:
         TaskError: the training task has other labels.
     """
     source = TASKS[task.train_task] if task.train_task else task
-    train = read_split(plan.data, source, "train")
-    scored = {name: read_split(plan.data, task, name) for name in task.dev_splits}
+    read = read_choices if task.head == "choice" else read_split
+    train = read(plan.data, source, "train")
+    scored = {name: read(plan.data, task, name) for name in task.dev_splits}
+    unlabelled = [name for name, examples in {"train": train, **scored}.items() if examples.labels is None]
+    if unlabelled:
+        raise ReadError(f"task {task.name}: no labels in {', '.join(unlabelled)}; nothing to train on or to score")
     for name, examples in scored.items():
         if examples.label_names != train.label_names:
             raise TaskError(f"task {task.name}: {name} has labels {examples.label_names}, train {train.label_names}")
@@ -173,9 +178,11 @@ def _run_one(source: ModelSource, data: TaskData, plan: Plan, seed: int) -> None
 def build_problem(source: ModelSource, task: Task, examples: Examples, recipe: Recipe) -> Problem:
     """Encode the examples of a task for its head."""
     from eval.packing import encode_examples
-    from eval.problems import ClassProblem, RegressionProblem
+    from eval.problems import ChoiceProblem, ClassProblem, RegressionProblem
 
     encoded = encode_examples(source.tokenizer, examples.texts_a, examples.texts_b, recipe.max_length)
+    if task.head == "choice":
+        return ChoiceProblem(encoded=encoded, labels=examples.labels, choices=examples.choices)
     if task.head == "regression":
         return RegressionProblem(encoded=encoded, labels=examples.labels)
     return ClassProblem(encoded=encoded, labels=examples.labels, outputs=len(examples.label_names))
@@ -185,10 +192,12 @@ def _score_split(
     task: Task, split: str, train: Examples, examples: Examples, logits: np.ndarray, warnings: list[str]
 ) -> dict[str, Any]:
     assert examples.labels is not None and train.labels is not None
+    if task.head == "choice":
+        logits = logits.reshape(len(examples), examples.choices)
     predicted = logits[:, 0].astype(np.float64) if task.head == "regression" else logits.argmax(1)
-    if task.head == "classification":
+    if task.head != "regression":
         correct = int((predicted == examples.labels).sum())
-        if far_below_chance(correct, len(examples), len(examples.label_names)):
+        if far_below_chance(correct, len(examples), logits.shape[1]):
             warnings.append(f"{split}: {correct} of {len(examples)} right is far below chance; are labels swapped?")
     return {
         "n": len(examples),

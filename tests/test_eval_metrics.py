@@ -45,6 +45,8 @@ def test_r34_headlines_and_separate_mnli_splits() -> None:
 
 def test_baseline_ignores_the_input() -> None:
     assert baseline(("accuracy",), np.array([1, 1, 0]), np.array([1, 0, 0, 0]))["accuracy"].value == 0.25
+    # A tie goes to the class that does best.
+    assert baseline(("accuracy",), np.array([0, 1, 2]), np.array([0, 2, 2, 1]))["accuracy"].value == 0.5
     assert baseline(("pearson",), np.array([1.0, 3.0]), np.array([1.0, 2.0]))["pearson"].undefined
 
 
