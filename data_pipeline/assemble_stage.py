@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from data_pipeline.artefacts import write_text
 from data_pipeline.build_state import worker_lock
-from data_pipeline.masking import MaskingRule, MaskSet, draw_masks, mask_rng
+from data_pipeline.masking import MaskingRule, MaskSet, draw_masks, mask_rng, masking_rule
 from data_pipeline.packing import pack_sentences, with_separators
 from data_pipeline.pairs import Pairs, build_ordered_pairs, build_pairs
 from data_pipeline.records import Block
@@ -47,25 +47,10 @@ class AssembleSettings:
     max_predictions: int
     mask_sets: int
     whole_word: bool
+    span_masking: bool
     dupes: int
     block_examples: int
     shard_megabytes: float
-
-
-def masking_rule(tokenizer: Tokenizer, settings: AssembleSettings) -> MaskingRule:
-    """The masking that the settings ask for, with this vocabulary."""
-    predictable = np.ones(tokenizer.vocab_size, bool)
-    special = [tokenizer.pad_id, tokenizer.unk_id, tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id]
-    predictable[special] = False
-    return MaskingRule(
-        probability=settings.mask_prob,
-        limit=settings.max_predictions,
-        mask_id=tokenizer.mask_id,
-        predictable=predictable,
-        ordinary_ids=tokenizer.ordinary_ids,
-        word_starts=tokenizer.word_starts,
-        whole_word=settings.whole_word,
-    )
 
 
 def read_bucket(files: list[TokenFile], group: int, dtype: np.dtype) -> Documents:
@@ -186,7 +171,7 @@ def write_bucket(
         SingleDocumentError: the bucket holds one document.
     """
     place = SPLITS.index(split), bucket
-    rule = masking_rule(tokenizer, settings)
+    rule = masking_rule(tokenizer, asdict(settings))
     stats = BucketStats.empty(settings.max_seq_length)
     records: list[ShardRecord] = []
     if not documents.keys:

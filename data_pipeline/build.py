@@ -223,6 +223,7 @@ class Build:
             max_predictions=data.max_predictions or default_limit(data.max_seq_length, data.mask_prob),
             mask_sets=data.mask_sets if split == "train" else 1,  # held-out loss is always that of the same masks
             whole_word=data.whole_word,
+            span_masking=data.span_masking,
             dupes=data.dupes if split == "train" else 1,
             block_examples=data.block_examples,
             shard_megabytes=data.shard_megabytes,

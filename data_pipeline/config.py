@@ -77,6 +77,9 @@ class DataConfig(StrictModel):
     mask_sets: int = Field(default=4, ge=0)
     """Precomputed mask sets; epoch e uses set e mod mask_sets. 0: masks are drawn at load time."""
     whole_word: bool = False
+    """Predict all pieces of a word or none."""
+    span_masking: bool = False
+    """Predict runs of 1 to 10 whole words (SpanBERT)."""
     dupes: int = Field(default=1, ge=1)
     """How often each document is turned into examples, with other pairs each time."""
     buckets: int = Field(default=1, ge=1)

@@ -3,6 +3,7 @@
 BERT (arXiv:1810.04805, section 3.1 and appendix A.1): 15 % of the tokens, of which 80 % become the mask id, 10 % a
 random id, 10 % stay. Counts are exact, special tokens are never predicted, and random ids come from ordinary vocabulary
 entries only. Whole-word masking is that of google-research/bert's release notes of May 2019: all pieces of a word or none.
+Spans are SpanBERT's (arXiv:1907.10529, section 3.1): runs of whole words that are masked, replaced or kept as one.
 
 Everything is a pure function of the block and of the numbers that seed the generator.
 
@@ -12,12 +13,23 @@ them, `P` predictions of the block, `V` vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from data_pipeline.token_store import ranges
+
+if TYPE_CHECKING:
+    from data_pipeline.tokenizer import Tokenizer
+
 MASKED_SHARE = 0.8
 RANDOM_SHARE = 0.1
+SPAN_LENGTH_SHARES = 0.2 * 0.8 ** np.arange(10) / (0.2 * 0.8 ** np.arange(10)).sum()
+"""Share of spans of 1, 2, ... 10 words: a geometric distribution cut off at 10, 3.8 words on average."""
+
+_SPAN_CUMULATIVE = np.cumsum(SPAN_LENGTH_SHARES)[:-1]
 
 _POSITION_MASK = np.uint64(0xFFFF)
 _NEVER = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
@@ -33,8 +45,9 @@ class MaskingRule:
         mask_id: what a masked token becomes.
         predictable: bool (V,), false for the special ids, [UNK] among them: those are never predicted.
         ordinary_ids: int32, ids that a random replacement may be.
-        word_starts: bool (V,), ids that begin a word; only read with `whole_word`.
+        word_starts: bool (V,), ids that begin a word; only read with `whole_word` and `spans`.
         whole_word: predict all pieces of a word together or not at all.
+        spans: predict runs of whole words, see `SPAN_LENGTH_SHARES`.
     """
 
     probability: float
@@ -44,6 +57,7 @@ class MaskingRule:
     ordinary_ids: np.ndarray
     word_starts: np.ndarray
     whole_word: bool = False
+    spans: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,15 +115,37 @@ def draw_masks(
     counts = np.minimum(
         prediction_counts(lengths, rule.probability, rule.limit), np.add.reduceat(candidates, starts, dtype=np.int64)
     )
-    if rule.whole_word:
-        positions, counts = _choose_words(input_ids, lengths, candidates, counts, rule, rng)
+    span = None
+    if rule.whole_word or rule.spans:
+        places, counts, span = _choose_words(input_ids, lengths, candidates, counts, rule, rng)
     else:
-        positions = _choose_tokens(lengths, candidates, counts, rng)
-    originals = input_ids[positions + np.repeat(starts, counts)]
+        places = _choose_tokens(lengths, candidates, counts, rng) + np.repeat(starts, counts)
     return MaskSet(
         counts=counts.astype(np.uint16),
-        positions=positions.astype(np.uint16),
-        inputs=_replace(originals, rule, rng),
+        positions=(places - np.repeat(starts, counts)).astype(np.uint16),
+        inputs=_replace(input_ids[places], rule, rng, span),
+    )
+
+
+def masking_rule(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> MaskingRule:
+    """The masking that the settings of a data set ask for, with its vocabulary.
+
+    Args:
+        tokenizer: of the data set.
+        settings: `settings` of its index, of which `mask_prob`, `max_predictions`, `whole_word` and `span_masking` are read.
+    """
+    predictable = np.ones(tokenizer.vocab_size, bool)
+    special = [tokenizer.pad_id, tokenizer.unk_id, tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id]
+    predictable[special] = False
+    return MaskingRule(
+        probability=settings["mask_prob"],
+        limit=settings["max_predictions"],
+        mask_id=tokenizer.mask_id,
+        predictable=predictable,
+        ordinary_ids=tokenizer.ordinary_ids,
+        word_starts=tokenizer.word_starts,
+        whole_word=settings["whole_word"],
+        spans=settings["span_masking"],
     )
 
 
@@ -138,6 +174,36 @@ def _choose_tokens(
     return positions_EK[chosen_EK].astype(np.int64)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Words:
+    """The words of a block, `W` of them, made of the `C` tokens that may be predicted.
+
+    Attributes:
+        tokens: (C,) int64, places of those tokens in the block.
+        word_of_token: (C,) int64.
+        heads: (W,) int64, place of each word's first token in the block.
+        rows: (W,) int64, example of each word, ascending.
+        sizes: (W,) int64, tokens of each word.
+    """
+
+    tokens: np.ndarray
+    word_of_token: np.ndarray
+    heads: np.ndarray
+    rows: np.ndarray
+    sizes: np.ndarray
+
+
+def _find_words(input_ids: np.ndarray, candidates: np.ndarray, rows: np.ndarray, rule: MaskingRule) -> _Words:
+    begins = rule.word_starts[input_ids]
+    begins[1:] |= ~candidates[:-1]  # a part that was cut at the front may start inside a word
+    tokens = np.flatnonzero(candidates)
+    first = begins[tokens]
+    word_of_token = np.cumsum(first) - 1
+    heads = tokens[first]
+    sizes = np.bincount(word_of_token, minlength=len(heads))
+    return _Words(tokens=tokens, word_of_token=word_of_token, heads=heads, rows=rows[heads], sizes=sizes)
+
+
 def _choose_words(
     input_ids: np.ndarray,
     lengths: np.ndarray,
@@ -145,42 +211,64 @@ def _choose_words(
     counts: np.ndarray,
     rule: MaskingRule,
     rng: np.random.Generator,
-) -> tuple[np.ndarray, np.ndarray]:
-    """(P,) int64 positions of whole words, ascending within an example, and the (E,) int64 numbers of them.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Whole words, or spans of them: places in the block, how many of each example, and the span of each.
 
-    Words are taken in random order; one that would exceed the count is passed over. Where every word is longer than
-    the count, the first that is within the limit is taken: an example should predict something.
+    Units (words, or spans) are taken in random order. A word that would exceed the count is passed over, a span is
+    shortened to the words that fit. Where every word is longer than the count, the first that is within the limit is
+    taken: an example should predict something.
+
+    Returns:
+        (P,) int64 places in the block, ascending; (E,) int64; (P,) int64 span of each place, None for words.
     """
     rows = np.repeat(np.arange(len(lengths)), lengths)
-    columns = np.arange(len(input_ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    begins = rule.word_starts[input_ids]
-    begins[1:] |= ~candidates[:-1]  # a part that was cut at the front may start inside a word
-    tokens = np.flatnonzero(candidates)
-    heads = begins[tokens]
-    word_of_token = np.cumsum(heads) - 1
-    word_rows = rows[tokens[heads]]
-    order = _shuffled_within(word_rows, rng)
-    sizes = np.bincount(word_of_token, minlength=len(order))[order]
-    words = np.bincount(word_rows, minlength=len(lengths))
-    first_word = np.cumsum(words) - words
-    taken = np.zeros(len(order), bool)
+    words = _find_words(input_ids, candidates, rows, rule)
+    if rule.spans:
+        unit_first = _span_starts(words, candidates, rng)
+        unit_words = np.diff(unit_first, append=len(words.heads))
+    else:
+        unit_first = np.arange(len(words.heads))
+        unit_words = np.ones_like(unit_first)
+    order = _shuffled_within(words.rows[unit_first], rng)
+    units = np.bincount(words.rows[unit_first], minlength=len(lengths))
+    first_unit = np.cumsum(units) - units
+    token_ends = np.concatenate([[0], np.cumsum(words.sizes)])
+    chosen = np.zeros(len(words.heads), bool)
     room = counts.copy()
-    active = np.flatnonzero((words > 0) & (room > 0))
+    active = np.flatnonzero((units > 0) & (room > 0))
     rank = 0
     while len(active):
-        word = first_word[active] + rank
-        fits = sizes[word] <= room[active]
-        taken[word[fits]] = True
-        room[active[fits]] -= sizes[word[fits]]
+        unit = order[first_unit[active] + rank]
+        start, length = unit_first[unit], unit_words[unit]
+        fitting = np.searchsorted(token_ends, token_ends[start] + room[active], side="right") - 1 - start
+        if rule.spans:  # the part that fits lies anywhere in the span, not always at its beginning
+            skipped = (rng.random(len(start)) * np.maximum(1, length - fitting + 1)).astype(np.int64)
+            start, length = start + skipped, length - skipped
+            fitting = np.searchsorted(token_ends, token_ends[start] + room[active], side="right") - 1 - start
+        taken = np.minimum(fitting, length)
+        chosen[ranges(start, taken)] = True
+        room[active] -= token_ends[start + taken] - token_ends[start]
         rank += 1
-        active = active[(rank < words[active]) & (room[active] > 0)]
-    for row in np.flatnonzero((room == counts) & (words > 0)).tolist():
-        within = np.flatnonzero(sizes[first_word[row] : first_word[row] + words[row]] <= rule.limit)
-        taken[first_word[row] + within[:1]] = True
-    chosen_words = np.zeros(len(order), bool)
-    chosen_words[order[taken]] = True
-    picked = tokens[chosen_words[word_of_token]]
-    return columns[picked], np.bincount(rows[picked], minlength=len(lengths))
+        active = active[(rank < units[active]) & (room[active] > 0)]
+    for row in np.flatnonzero((room == counts) & (units > 0)).tolist():
+        of_row = order[first_unit[row] : first_unit[row] + units[row]]
+        within = of_row[words.sizes[unit_first[of_row]] <= rule.limit]
+        chosen[unit_first[within[:1]]] = True
+    picked = chosen[words.word_of_token]
+    places = words.tokens[picked]
+    span = np.searchsorted(unit_first, words.word_of_token[picked], side="right") - 1 if rule.spans else None
+    return places, np.bincount(rows[places], minlength=len(lengths)), span
+
+
+def _span_starts(words: _Words, candidates: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Words that begin a span. Spans of random length tile the words of the block, so they never overlap; one that
+    would reach over a special token or into the next example is cut there."""
+    lengths = 1 + np.searchsorted(_SPAN_CUMULATIVE, rng.random(len(words.heads)), side="right")
+    ends = np.cumsum(lengths)
+    begins = words.heads == 0
+    begins |= ~candidates[words.heads - 1]
+    begins[ends[ends < len(begins)]] = True
+    return np.flatnonzero(begins)
 
 
 def _shuffled_within(rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -198,9 +286,15 @@ def _shuffled_within(rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return (keys & ((np.uint64(1) << index_bits) - np.uint64(1))).astype(np.int64)
 
 
-def _replace(originals: np.ndarray, rule: MaskingRule, rng: np.random.Generator) -> np.ndarray:
-    """What the encoder sees instead of these ids: 80 % the mask id, 10 % a random ordinary id, 10 % themselves."""
-    fate = rng.random(len(originals))
+def _replace(originals: np.ndarray, rule: MaskingRule, rng: np.random.Generator, span: np.ndarray | None) -> np.ndarray:
+    """What the encoder sees instead of these ids: 80 % the mask id, 10 % a random ordinary id, 10 % themselves.
+
+    The tokens of one `span` (P,) share their fate, as in SpanBERT.
+    """
+    if span is None:
+        fate = rng.random(len(originals))
+    else:
+        fate = rng.random(int(span.max(initial=0)) + 1)[span]
     drawn = rule.ordinary_ids[rng.integers(0, len(rule.ordinary_ids), len(originals))].astype(originals.dtype)
     inputs = np.where(fate < MASKED_SHARE + RANDOM_SHARE, drawn, originals)
     inputs[fate < MASKED_SHARE] = rule.mask_id

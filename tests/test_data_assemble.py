@@ -67,6 +67,7 @@ def settings(**changes: object) -> AssembleSettings:
         "max_predictions": default_limit(128, 0.15),
         "mask_sets": 2,
         "whole_word": False,
+        "span_masking": False,
         "dupes": 1,
         "block_examples": 4,
         "shard_megabytes": 1,

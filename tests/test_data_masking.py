@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -128,3 +130,39 @@ def test_whole_word_counts_stay_near_15_percent() -> None:
     masks = draw_masks(ids, lengths, rule(whole_word=True, word_starts=starts), mask_rng(5))
     assert masks.counts.max() <= 19
     assert masks.counts.mean() > 18.5
+
+
+def test_span_masking_takes_runs_of_whole_words_with_one_fate() -> None:
+    """SpanBERT's lengths (3.8 words on average, at most 10), whole words, never over a separator, 15 % of the tokens."""
+    rng = np.random.default_rng(1)
+    starts = np.ones(V, bool)
+    starts[120:] = False  # ids that go on a word
+    ids, lengths = examples([(200, 250)] * 400, seed=2)
+    begins = starts[ids] | (np.concatenate([[SEP], ids[:-1]]) < SPECIALS)
+    spans = replace(rule(limit=68, word_starts=starts), spans=True)
+    masks = draw_masks(ids, lengths, spans, mask_rng(int(rng.integers(9))))
+    assert masks.counts.tolist() == [68] * 400
+    at = np.repeat(np.cumsum(lengths, dtype=int) - lengths, masks.counts) + masks.positions
+    chosen = np.zeros(len(ids) + 1, bool)
+    chosen[at] = True
+    assert (ids[at] >= SPECIALS).all()
+    cut = np.flatnonzero(chosen[:-1] & ~chosen[1:])  # last token of each run: the next one begins a word or is special
+    inside = ~(begins[cut + 1] | (ids[cut + 1] < SPECIALS))
+    assert not inside.any()
+    heads = np.flatnonzero(chosen[:-1] & ~np.concatenate([[False], chosen[:-2]]))
+    assert begins[heads].all()
+    words = np.add.reduceat(begins[at], np.searchsorted(at, heads))
+    assert 3.5 < words.mean() < 5.5  # spans that happen to touch are one run here, those at an end are shorter
+    masked = masks.inputs == MASK
+    assert abs(masked.mean() - 0.8) < 0.03
+    same_run = np.diff(at) == 1
+    assert (masked[1:] == masked[:-1])[same_run].mean() > 0.93  # 0.68 where each token is tossed for
+
+
+def test_span_masking_of_short_examples_keeps_the_count() -> None:
+    ids, lengths = examples([(5, 4)] * 2000)
+    spans = replace(rule(), spans=True)
+    masks = draw_masks(ids, lengths, spans, mask_rng(7))
+    assert masks.counts.tolist() == [2] * 2000
+    places = np.bincount(masks.positions, minlength=12)
+    assert places[places > 0].min() > 0.6 * 4000 / 9

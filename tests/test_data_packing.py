@@ -104,7 +104,7 @@ def test_every_mode_writes_valid_blocks(tmp_path: Path, mode: str) -> None:
     )
     settings = AssembleSettings(
         seed=1, mode=mode, max_seq_length=64, short_seq_prob=0.1, mask_prob=0.15, max_predictions=10, mask_sets=2,
-        whole_word=False, dupes=2, block_examples=16, shard_megabytes=1,
+        whole_word=False, span_masking=False, dupes=2, block_examples=16, shard_megabytes=1,
     )  # fmt: skip
     records, stats = write_bucket(
         documents, directory=tmp_path, split="train", bucket=0, tokenizer=tokenizer, settings=settings
