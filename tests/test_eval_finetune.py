@@ -258,8 +258,8 @@ def test_suite_scores_summarises_and_repeats_nothing(
     said = capsys.readouterr().out
     assert said.count("finished before") == 1 and files[0].stat().st_mtime_ns == stamp
     assert json.loads(files[1].read_text())["splits"] == lost["splits"]
-    # Another recipe is another experiment, beside the first.
-    assert main([*arguments, "--epochs", "1", "--max-train-examples", "32"]) == 0
+    # Fewer training examples are another experiment, beside the first.
+    assert main([*fast, "--max-train-examples", "32"]) == 0
     summary = json.loads((tmp_path / "results.json").read_text())["results"]
     assert sorted(group["seeds"] for group in summary) == [[0], [0, 1, 2]]
     three = max(summary, key=lambda group: len(group["seeds"]))["splits"]["dev"]["metrics"]["accuracy"]
@@ -296,6 +296,7 @@ def test_dry_run_trains_nothing(small_task: Path, tmp_path: Path, capsys: pytest
     arguments = command(Path("anything"), small_task, tmp_path / "out", "--tasks", "SST-2", "--dry-run")
     assert main(arguments) == 0
     assert (
-        "SST-2: train on 256, score dev 40; batch 32, rate 3e-05, 3 epochs, 24 steps x 1 seeds" in capsys.readouterr().out
+        "SST-2: train on 256, score dev 40; batch 32, rate 3e-05, 3 epochs, 24 steps x 1 seeds"
+        in capsys.readouterr().out
     )
     assert not (tmp_path / "out").exists()

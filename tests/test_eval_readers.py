@@ -77,6 +77,12 @@ def test_bom_crlf_lone_quotes_and_odd_line_ends(tmp_path: Path) -> None:
     assert packed.texts_a == plain.texts_a and packed.sha256 == plain.sha256
 
 
+def test_a_bom_does_not_hide_the_first_column(tmp_path: Path) -> None:
+    content = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\ta\tb\n"
+    examples = read_split(write(tmp_path, "MRPC/dev.tsv", content.encode()), TASKS["MRPC"], "dev")
+    assert examples.labels.tolist() == [1] and examples.texts_a == ["a"]
+
+
 def test_malformed_rows_are_counted_and_too_many_end_with_the_first_named(tmp_path: Path) -> None:
     good = [f"{n}\t{n}\t{n}\tone {n}\ttwo {n}\t{n % 2}" for n in range(400)]
     header = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"
