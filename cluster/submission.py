@@ -25,7 +25,7 @@ def pretrain_job(
     Raises:
         JobError: the configuration is missing, is no TOML, or names no `run.dir`.
     """
-    run_folder = Path(_run_dir(config, overrides)).absolute()
+    run_folder = Path(run_dir(config, overrides)).absolute()
     command = ["python", "-u", "pretrain/run.py", "--config", str(config.absolute())]
     for override in overrides:
         command += ["--set", override]
@@ -66,7 +66,7 @@ def submit(job: Job) -> int:
     return slurm.submit_script(script)
 
 
-def _run_dir(config: Path, overrides: Sequence[str]) -> str:
+def run_dir(config: Path, overrides: Sequence[str]) -> str:
     """`run.dir` of the TOML file, after the overrides; the rest of the file is the program's to check."""
     try:
         tree = tomllib.loads(config.read_text(encoding="utf-8"))

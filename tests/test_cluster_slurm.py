@@ -305,6 +305,24 @@ def test_pretraining_on_two_nodes_continues_after_requeue(
     assert (run / "cluster" / f"pretrain-{tmp_path.name}.sh").read_text().startswith("#!/bin/bash\n#SBATCH")
 
 
+def test_preflight_on_two_nodes(cluster: Cluster, tmp_path: Path, write_dataset: Callable[..., object]) -> None:
+    for part in ("train", "validation"):
+        write_dataset(tmp_path / "data" / part)
+    config = tmp_path / "c.toml"
+    config.write_text(TRAINING.format(folder=tmp_path, steps=1))
+    words = ["srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "cluster.preflight", "--min-free-gib=0"]
+    done = cluster.login(*words, "--config", str(config))
+    assert "preflight: 2 node(s) agree, the data is complete" in done.stdout
+    # a node that sees another file under the same name
+    other = f"[ $SLURM_NODEID = 0 ] || echo '# other' >>{tmp_path}/c$SLURM_NODEID.toml; "
+    other += f"exec {sys.executable} -m cluster.preflight --min-free-gib=0 --config {tmp_path}/c$SLURM_NODEID.toml"
+    for node in (0, 1):
+        shutil.copy(config, tmp_path / f"c{node}.toml")
+    done = cluster.login(*words[:3], "bash", "-c", other, check=False)
+    assert done.returncode == 1 and "the configuration differs" in done.stderr, done.stderr
+    assert "on node1" in done.stderr and "on node2" in done.stderr
+
+
 def test_refused_by_slurm(cluster: Cluster, tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
     config.write_text(f'[run]\ndir = "{tmp_path}/run"\n')
