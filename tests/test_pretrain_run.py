@@ -164,7 +164,7 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint_and_the_same_command_g
     assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, stopped + 4))
     record = json.loads((run / "run.json").read_text())
     assert [start["step"] for start in record["starts"]] == [0, stopped]
-    assert record["unigram_loss"] > 0 and record["mlflow_run_id"]
+    assert record["unigram_loss"] > 0
 
 
 @pytest.mark.slow
