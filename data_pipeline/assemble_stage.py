@@ -18,6 +18,7 @@ import numpy as np
 from datatrove.pipeline.base import PipelineStep
 
 from data_pipeline.artefacts import write_text
+from data_pipeline.buckets import SPLITS, Buckets
 from data_pipeline.build_state import worker_lock
 from data_pipeline.masking import MaskingRule, MaskSet, draw_masks, mask_rng, masking_rule
 from data_pipeline.packing import pack_sentences, with_separators
@@ -26,10 +27,8 @@ from data_pipeline.records import Block
 from data_pipeline.shards import ShardRecord, ShardWriter
 from data_pipeline.stats import BucketStats
 from data_pipeline.token_store import Documents, TokenFile, concatenate, id_dtype, ranges
-from data_pipeline.tokenize_stage import Groups, open_tokenizer
+from data_pipeline.tokenize_stage import open_tokenizer
 from data_pipeline.tokenizer import Tokenizer
-
-SPLITS = ("train", "validation")
 
 # What a random stream is for: the first number after the seed, so that no two uses share a stream.
 _PAIRS, _ORDER, _MASKS, _DOCUMENTS = 1, 2, 3, 5
@@ -53,12 +52,12 @@ class AssembleSettings:
     shard_megabytes: float
 
 
-def read_bucket(files: list[TokenFile], group: int, dtype: np.dtype) -> Documents:
-    """All documents of a group, ordered by key; the same however the corpus was cut into tasks.
+def read_bucket(files: list[TokenFile], groups: range, dtype: np.dtype) -> Documents:
+    """All documents of groups in a row, ordered by key; the same however the corpus was cut into tasks.
 
     Documents that share a key (nothing forbids it in a JSONL file) are ordered by their ids.
     """
-    documents = concatenate([file.read(group) for file in files], dtype)
+    documents = concatenate([file.read(groups) for file in files], dtype)
     keys = documents.keys
     order = sorted(range(len(keys)), key=keys.__getitem__)
     if any(keys[a] == keys[b] for a, b in itertools.pairwise(order)):
@@ -210,7 +209,7 @@ class AssembleStep(PipelineStep):
         tokenizer_dir: the tokenizer that stage 1 used.
         output_dir: receives `train/` and `validation/`.
         parts_dir: receives one JSON file per bucket.
-        groups: splits and buckets.
+        buckets: of both splits; each is a task.
         settings: per split.
     """
 
@@ -224,7 +223,7 @@ class AssembleStep(PipelineStep):
         tokenizer_dir: Path,
         output_dir: Path,
         parts_dir: Path,
-        groups: Groups,
+        buckets: Buckets,
         settings: dict[str, AssembleSettings],
     ) -> None:
         super().__init__()
@@ -232,22 +231,22 @@ class AssembleStep(PipelineStep):
         self.tokenizer_dir = tokenizer_dir
         self.output_dir = output_dir
         self.parts_dir = parts_dir
-        self.groups = groups
+        self.buckets = buckets
         self.settings = settings
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
-        """Assemble group `rank`; yields nothing."""
-        split, bucket = self.groups.place(rank)
+        """Assemble bucket `rank`; yields nothing."""
+        split, bucket = self.buckets.place(rank)
         if split in self.settings:
             with worker_lock(self.output_dir):
-                self._write(rank, split, bucket)
+                self._write(split, bucket)
         yield from ()
 
-    def _write(self, group: int, split: str, bucket: int) -> None:
+    def _write(self, split: str, bucket: int) -> None:
         tokenizer = open_tokenizer(self.tokenizer_dir)
         files = [TokenFile(path) for path in self.token_files]
         records, stats = write_bucket(
-            read_bucket(files, group, id_dtype(tokenizer.vocab_size)),
+            read_bucket(files, self.buckets.groups_of(split, bucket), id_dtype(tokenizer.vocab_size)),
             directory=self.output_dir / split,
             split=split,
             bucket=bucket,

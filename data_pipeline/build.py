@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -22,36 +21,38 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.artefacts import write_text
-from data_pipeline.assemble_stage import SPLITS, AssembleSettings, AssembleStep, part_path
+from data_pipeline.assemble_stage import AssembleSettings, AssembleStep, part_path
 from data_pipeline.block_codec import ShardError
+from data_pipeline.buckets import SPLITS, BucketError, Groups, choose_buckets
 from data_pipeline.build_state import (
     BuildError,
     build_lock,
     claim_stage,
     remove_leftovers,
+    require_stage,
     settle_tasks,
 )
 from data_pipeline.config import ConfigError, PipelineConfig, add_config_arguments, load_pipeline_config
 from data_pipeline.execution import run_tasks
 from data_pipeline.masking import default_limit
 from data_pipeline.pairs import SingleDocumentError
+from data_pipeline.plan import choose_tasks, print_plan, text_bytes, workers_of
 from data_pipeline.progress import BuildProgress
-from data_pipeline.readers import CorpusError, ReadStep, find_inputs, is_held_out, read_documents
+from data_pipeline.readers import CorpusError, InputFile, ReadStep, find_inputs, is_held_out, read_documents
 from data_pipeline.sentences import split_sentences
 from data_pipeline.shard_index import DatasetInfo, ShardIndex, write_index
 from data_pipeline.shards import ShardRecord
 from data_pipeline.stats import BucketStats, render, warnings
 from data_pipeline.token_store import TokenFile, TokenStoreError
-from data_pipeline.tokenize_stage import Groups, TokenizeStep, open_tokenizer, task_path
-from data_pipeline.tokenizer import Tokenizer, TokenizerError, import_tokenizer
+from data_pipeline.tokenize_stage import TokenizeStep, open_tokenizer, task_path
+from data_pipeline.tokenizer import Tokenizer, TokenizerError, import_tokenizer, load_tokenizer
 from data_pipeline.tokenizer_folder import DESCRIPTOR
 from data_pipeline.vocabulary import train_vocabulary
 
-TASK_MEGABYTES = 64
-"""Text of one stage-1 task where `data.tasks` leaves it open."""
 USER_ERRORS = (
     ConfigError,
     BuildError,
+    BucketError,
     CorpusError,
     TokenizerError,
     TokenStoreError,
@@ -66,9 +67,10 @@ class Build:
     Attributes:
         config: the pipeline's tables.
         data_dir: `data.dir`.
-        groups: splits and buckets.
+        source_dir: whose stage 1 is used, `data_dir` or `data.tokens_from`.
         inputs: files of the corpus.
-        workers, tasks: of this run; they never change the output.
+        groups: of stage 1, once it is settled.
+        workers: of this run; they never change the output.
     """
 
     def __init__(self, config: PipelineConfig, progress: BuildProgress) -> None:
@@ -76,10 +78,10 @@ class Build:
         self.progress = progress
         self.data_dir = Path(config.data.dir)
         self.tokenizer_dir = self.data_dir / "tokenizer"
-        self.tokens_dir = self.data_dir / "tokens"
+        self.source_dir = Path(config.data.tokens_from or config.data.dir)
+        self.tokens_dir = self.source_dir / "tokens"
         self.assemble_dir = self.data_dir / "assemble"
-        self.groups = Groups.of(config.data.buckets, config.corpus.held_out)
-        self.workers = config.data.workers or len(os.sched_getaffinity(0))
+        self.workers = workers_of(config)
 
     def run(self) -> None:
         """Build what is missing.
@@ -88,19 +90,25 @@ class Build:
             One of `USER_ERRORS`, or OSError (a full disk).
         """
         with build_lock(self.data_dir):
-            if self.config.corpus.source == "embedded":
-                size = {"max_megabytes": self.config.corpus.max_megabytes}
-                claim_stage(self.data_dir, "corpus", {"corpus": size}, ("corpus",))
-            corpus_dir = self.data_dir / "corpus"
-            if self.config.corpus.source == "embedded" and not corpus_dir.exists():
-                with self.progress.stage("corpus: reading the documentation in this installation"):
-                    self.inputs = find_inputs(self.config.corpus, corpus_dir)
-            else:
-                self.inputs = find_inputs(self.config.corpus, corpus_dir)
+            self.inputs = self._inputs()
             tokenizer = self._tokenizer()
             files = self._tokenize(tokenizer)
-            splits = self._check_documents(files)
-            self._assemble(tokenizer, files, splits)
+            buckets = self._buckets(files)
+            self._assemble(tokenizer, files, buckets)
+
+    def _inputs(self) -> list[InputFile]:
+        corpus, corpus_dir = self.config.corpus, self.source_dir / "corpus"
+        if corpus.source != "embedded":
+            return find_inputs(corpus, corpus_dir)
+        size = {"corpus": {"max_megabytes": corpus.max_megabytes}}
+        if self.source_dir != self.data_dir:
+            require_stage(self.source_dir, "corpus", size)
+            return find_inputs(corpus, corpus_dir)
+        claim_stage(self.data_dir, "corpus", size, ("corpus",))
+        if corpus_dir.exists():
+            return find_inputs(corpus, corpus_dir)
+        with self.progress.stage("corpus: reading the documentation in this installation"):
+            return find_inputs(corpus, corpus_dir)
 
     def _tokenizer(self) -> Tokenizer:
         """The saved tokenizer; trained on the training part of the corpus, or imported, where there is none."""
@@ -108,6 +116,8 @@ class Build:
         settings = config.model_dump(mode="json")
         if not config.path:
             settings |= {"seed": self.config.seed, "corpus": self._corpus_settings()}
+            if self.source_dir != self.data_dir:
+                require_stage(self.source_dir, "tokenizer", settings)
         claim_stage(self.data_dir, "tokenizer", settings, ("tokenizer",))
         remove_leftovers(self.tokenizer_dir)
         if (self.tokenizer_dir / DESCRIPTOR).exists():
@@ -117,6 +127,9 @@ class Build:
         if config.path:
             import_tokenizer(config.path, config).save(self.tokenizer_dir)
             self.progress.line(f"tokenizer: imported {config.path}")
+        elif self.source_dir != self.data_dir:
+            load_tokenizer(self.source_dir / "tokenizer").save(self.tokenizer_dir)
+            self.progress.line(f"tokenizer: that of {self.source_dir}")
         else:
             with self.progress.stage("tokenizer: training"):
                 report = train_vocabulary(self._training_texts(), config, self.config.seed, self.tokenizer_dir)
@@ -136,14 +149,19 @@ class Build:
     def _tokenize(self, tokenizer: Tokenizer) -> list[Path]:
         """Stage 1; the files of all tasks."""
         config = self.config
-        settings = {
-            "corpus": self._corpus_settings(),
-            "tokenizer": tokenizer.fingerprint,
-            "data": {"buckets": config.data.buckets},
-        }
-        claim_stage(self.data_dir, "tokens", settings, ("tokens",))
+        self.tokens_settings = {"corpus": self._corpus_settings(), "tokenizer": tokenizer.fingerprint}
         finished = self.tokens_dir / "complete"
-        tasks = settle_tasks(self.tokens_dir, self._tasks(), finished.exists())
+        if self.source_dir == self.data_dir:
+            claim_stage(self.data_dir, "tokens", self.tokens_settings, ("tokens",))
+        else:
+            require_stage(self.source_dir, "tokens", self.tokens_settings)
+            if not finished.exists():
+                raise BuildError(f"data.tokens_from: stage 1 in {self.tokens_dir} is not complete; build it first")
+        division = settle_tasks(self.tokens_dir, self._division(), finished.exists())
+        tasks = division["tasks"]
+        self.groups = Groups(
+            train=division["train_groups"], validation=division["validation_groups"], held_out=config.corpus.held_out
+        )
         files = [task_path(self.tokens_dir, task) for task in range(tasks)]
         if finished.exists():
             self.progress.line(f"stage 1: {self.tokens_dir} is complete")
@@ -168,11 +186,14 @@ class Build:
         write_text(finished, "")
         return files
 
-    def _tasks(self) -> int:
-        if self.config.data.tasks:
-            return self.config.data.tasks
-        size = sum(file.size for file in self.inputs)
-        return max(1, min(self.workers, 1 + int(size / 1e6)), round(size / (TASK_MEGABYTES * 1e6)))
+    def _division(self) -> dict[str, int]:
+        """What this run asks of stage 1: tasks, and groups of each split."""
+        groups = Groups.of(self.config.data.buckets, self.config.corpus.held_out, text_bytes(self.inputs))
+        return {
+            "tasks": choose_tasks(self.config.data.tasks, self.workers, self.inputs),
+            "train_groups": groups.train,
+            "validation_groups": groups.validation,
+        }
 
     def _corpus_counts(self, files: list[Path]) -> Counter[str]:
         total: Counter[str] = Counter()
@@ -180,19 +201,23 @@ class Build:
             total.update(TokenFile(path).footer["counts"])
         return total
 
-    def _check_documents(self, files: list[Path]) -> list[str]:
-        """The splits to build, from the documents that stage 1 kept.
+    def _buckets(self, files: list[Path]) -> dict[str, int]:
+        """Buckets of each split to build, from the documents that stage 1 kept.
 
         Raises:
             BuildError: no document, a single one, or a bucket with a single one.
         """
-        per_group = sum((TokenFile(path).documents_per_group() for path in files), np.zeros(self.groups.count, int))
+        found = np.zeros((2, self.groups.count), np.int64)
+        for path in files:
+            found += TokenFile(path).per_group()
         data = self.config.data
-        splits = []
+        least = 2 if data.mode == "nsp" else 1
+        self.buckets = choose_buckets(self.groups, *found, buckets=data.buckets, least_documents=least)
+        numbers = {}
         for split in SPLITS:
-            found = per_group[list(self.groups.of_split(split))]
-            total = int(found.sum())
-            least = 2 if data.mode == "nsp" else 1
+            buckets = self.buckets.number(split)
+            per_bucket = found[0, list(self.groups.of_split(split))].reshape(buckets, -1).sum(axis=1)
+            total = int(per_bucket.sum())
             if total < least and split == "validation":
                 if self.config.corpus.held_out:
                     self.progress.line(f"warning: {total} documents are held out, too few: no validation set")
@@ -204,13 +229,13 @@ class Build:
                     "the corpus has a single document for training: a random second part must come from another "
                     "document. Give it more, or divide it with blank lines (corpus.source = 'text')"
                 )
-            if data.mode == "nsp" and (found == 1).any():
+            if data.mode == "nsp" and (per_bucket == 1).any():
                 raise BuildError(
-                    f"{int((found == 1).sum())} of {len(found)} {split} buckets hold a single document ({total} in all), "
+                    f"{int((per_bucket == 1).sum())} of {buckets} {split} buckets hold a single document ({total} in all), "
                     f"so their pairs have no other document to draw from: set data.buckets below {data.buckets}"
                 )
-            splits.append(split)
-        return splits
+            numbers[split] = buckets
+        return numbers
 
     def _assemble_settings(self, split: str) -> AssembleSettings:
         data = self.config.data
@@ -229,12 +254,12 @@ class Build:
             shard_megabytes=data.shard_megabytes,
         )
 
-    def _assemble(self, tokenizer: Tokenizer, files: list[Path], splits: list[str]) -> None:
-        """Stage 2, then statistics and index of each split."""
+    def _assemble(self, tokenizer: Tokenizer, files: list[Path], splits: dict[str, int]) -> None:
+        """Stage 2, then statistics and index of each split; `splits` has the buckets of each."""
         settings = {split: self._assemble_settings(split) for split in splits}
         noted = {split: asdict(value) for split, value in settings.items()}
-        tokens = json.loads((self.data_dir / "build.json").read_bytes())["tokens"]
-        claim_stage(self.data_dir, "shards", {"tokens": tokens, **noted}, ("assemble", *splits))
+        claimed = {"tokens": self.tokens_settings, "buckets": splits, **noted}
+        claim_stage(self.data_dir, "shards", claimed, ("assemble", *splits))
         unfinished = [split for split in splits if not (self.data_dir / split / "index.json").exists()]
         if unfinished:
             for folder in (self.assemble_dir, *(self.data_dir / split for split in splits)):
@@ -245,13 +270,13 @@ class Build:
                 tokenizer_dir=self.tokenizer_dir,
                 output_dir=self.data_dir,
                 parts_dir=self.assemble_dir,
-                groups=self.groups,
+                buckets=self.buckets,
                 settings=settings,
             )
             with self.progress.stage("stage 2: assemble") as advance:
                 run_tasks(
                     [step],
-                    tasks=self.groups.count,
+                    tasks=self.buckets.count,
                     workers=self.workers,
                     state_dir=self.assemble_dir / "state",
                     on_progress=advance,
@@ -267,7 +292,7 @@ class Build:
     def _finish(self, split: str, settings: AssembleSettings, tokenizer: Tokenizer, files: list[Path]) -> None:
         """Write `stats.json` and, last, the index."""
         folder = self.data_dir / split
-        buckets = range(len(self.groups.of_split(split)))
+        buckets = range(self.buckets.number(split))
         parts = [json.loads(part_path(self.assemble_dir, split, bucket).read_bytes()) for bucket in buckets]
         records = [ShardRecord.from_json(shard) for part in parts for shard in part["shards"]]
         if strangers := {path.name for path in folder.glob("*.tar")} - {record.name for record in records}:
@@ -283,7 +308,7 @@ class Build:
             settings={
                 "split": split,
                 "corpus": corpus,
-                "buckets": self.config.data.buckets,
+                "buckets": self.buckets.number(split),
                 **asdict(settings),
             },
             tokenizer=tokenizer.fingerprint,
@@ -293,22 +318,6 @@ class Build:
             mask_sets=settings.mask_sets,
         )
         write_index(folder, records, info).close()
-
-    def plan(self) -> None:
-        """Print what `run` would do; writes nothing."""
-        self.inputs = find_inputs(self.config.corpus, self.data_dir / "corpus", materialise=False)
-        size = sum(file.size for file in self.inputs)
-        data = self.config.data
-        tokens = size / 4.5  # bytes per token of English under a BERT vocabulary
-        per_token = 2 + 0.15 * 4 * data.mask_sets
-        line = self.progress.line
-        line(f"inputs: {len(self.inputs)} files, {size / 1e6:.1f} MB")
-        line(f"stage 1: {self._tasks()} tasks, {self.workers} workers -> {self.tokens_dir}")
-        line(f"stage 2: {self.groups.count} buckets -> {', '.join(str(self.data_dir / split) for split in SPLITS)}")
-        line(
-            f"about {tokens / 1e6:.1f} M tokens, {tokens * 2 / 1e6:.1f} MB of stage 1 and "
-            f"{tokens * per_token * 1.3 * data.dupes / 1e6:.1f} MB of shards"
-        )
 
 
 def _reasons(counts: Counter[str]) -> str:
@@ -332,18 +341,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     started = time.monotonic()
     try:
-        build = Build(load_pipeline_config(options.config, options.overrides), BuildProgress())
+        config, progress = load_pipeline_config(options.config, options.overrides), BuildProgress()
         if options.dry_run:
-            build.plan()
+            print_plan(config, progress)
             return 0
-        build.run()
+        Build(config, progress).run()
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except (OSError, BrokenProcessPool) as error:
         print(f"error: {error}; the next run goes on from here", file=sys.stderr)
         return 1
-    build.progress.line(f"finished in {time.monotonic() - started:.1f} s")
+    progress.line(f"finished in {time.monotonic() - started:.1f} s")
     return 0
 
 

@@ -54,6 +54,25 @@ def claim_stage(data_dir: Path, stage: str, settings: Mapping[str, Any], folders
         write_text(path, json.dumps(known | {stage: wanted}, indent=1, sort_keys=True) + "\n")
 
 
+def require_stage(data_dir: Path, stage: str, settings: Mapping[str, Any]) -> None:
+    """Check that a stage of another build was made with these settings.
+
+    Raises:
+        ConfigError: it was not, or that build never began the stage; names the first setting that differs.
+    """
+    path = data_dir / SETTINGS_NAME
+    known: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+    if stage not in known:
+        raise ConfigError(f"data.tokens_from: {data_dir} holds no finished build; build it first")
+    wanted = json.loads(json.dumps(settings))
+    if known[stage] != wanted:
+        key, there, here = _first_difference(known[stage], wanted, stage)
+        raise ConfigError(
+            f"data.tokens_from: {data_dir} was made with {key} = {there}, here it is {here}; make them the same, or leave "
+            "data.tokens_from empty"
+        )
+
+
 def _first_difference(old: Any, new: Any, name: str) -> tuple[str, str, str]:
     """Name of the first setting that differs, its two values as JSON."""
     if isinstance(old, dict) and isinstance(new, dict):
@@ -120,17 +139,17 @@ def remove_leftovers(folder: Path) -> None:
                 os.unlink(entry.path)
 
 
-def settle_tasks(folder: Path, wanted: int, complete: bool) -> int:
-    """How many tasks stage 1 has: as noted when it began; an unfinished one with another number starts afresh.
+def settle_tasks(folder: Path, wanted: dict[str, int], complete: bool) -> dict[str, int]:
+    """How stage 1 is divided: as noted when it began; an unfinished one that was divided otherwise starts afresh.
 
     Args:
         folder: of stage 1.
-        wanted: what this run asks for.
+        wanted: what this run asks for: `tasks`, and groups of each split.
         complete: stage 1 is finished.
     """
     note = folder / "tasks.json"
     if note.exists():
-        noted = int(json.loads(note.read_bytes())["tasks"])
+        noted = json.loads(note.read_bytes())
         if complete or noted == wanted:
             return noted
         aside = folder.with_name(f".{folder.name}.old")  # moved first: a kill never leaves half of it in place
@@ -138,5 +157,5 @@ def settle_tasks(folder: Path, wanted: int, complete: bool) -> int:
         folder.rename(aside)
         shutil.rmtree(aside)
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(note, json.dumps({"tasks": wanted}) + "\n")
+    write_text(note, json.dumps(wanted) + "\n")
     return wanted

@@ -82,7 +82,10 @@ class DataConfig(StrictModel):
     """Predict runs of 1 to 10 whole words (SpanBERT)."""
     dupes: int = Field(default=1, ge=1)
     """How often each document is turned into examples, with other pairs each time."""
-    buckets: int = Field(default=1, ge=1)
+    tokens_from: str = ""
+    """`data.dir` of a finished build with the same corpus and tokenizer: its stage 1 is used instead of an own one."""
+    buckets: int = Field(default=0, ge=0, le=65536)
+    """Parts of the training set that are paired and shuffled one at a time in memory; 0: by the tokens of the corpus."""
     block_examples: int = Field(default=256, ge=1, le=65535)
     shard_megabytes: float = Field(default=64, gt=0)
     tasks: int = Field(default=0, ge=0)

@@ -1,7 +1,7 @@
-"""The file of stage 1: tokenised documents as columns, with an offset table per bucket.
+"""The file of stage 1: tokenised documents as columns, with an offset table per group.
 
-One task writes one file, whatever the number of buckets, and stage 2 reads one bucket out of every file by byte range. A
-writer holds at most `SEGMENT_TOKENS` ids in memory; then it sorts them by bucket and appends a *segment*.
+One task writes one file, whatever the number of groups (buckets.py), and stage 2 reads the groups of one bucket out of every file by byte range. A
+writer holds at most `SEGMENT_TOKENS` ids in memory; then it sorts them by group and appends a *segment*.
 
 Layout, little-endian: segments, the table (segments, groups, 6) int64 of [offset, documents, key bytes, sentences,
 tokens, CRC-32], the footer (JSON), its length (uint64), MAGIC. A segment holds for each group: lengths of the document keys
@@ -13,6 +13,7 @@ Legend: `D` documents, `S` sentences, `N` tokens.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import struct
@@ -26,7 +27,7 @@ import numpy as np
 
 MAGIC = b"CLZTOK01"
 SEGMENT_TOKENS = 8_000_000
-"""Ids in memory before a segment is written: about 130 MB at the peak, while they are sorted by bucket."""
+"""Ids in memory before a segment is written: about 130 MB at the peak, while they are sorted by group."""
 
 _TAIL = struct.Struct("<Q8s")
 _COLUMNS = 6
@@ -109,7 +110,7 @@ class TokenWriter:
 
     Args:
         file: open for binary writing, at position 0.
-        groups: number of groups (buckets of all splits).
+        groups: number of groups of all splits.
         dtype: of the stored ids, see `id_dtype`.
         segment_tokens: ids held in memory before a segment is written.
     """
@@ -153,7 +154,7 @@ class TokenWriter:
         sentence_ends = np.concatenate([[0], np.cumsum(documents.sentence_counts)])
         token_ends = np.concatenate([[0], np.cumsum(documents.sentence_lengths)])
         rows = np.zeros((self._groups, _COLUMNS), np.int64)
-        for group in range(self._groups):
+        for group in np.unique(groups).tolist():  # most groups of a small corpus are empty
             d0, d1 = int(document_ends[group - 1]) if group else 0, int(document_ends[group])
             s0, s1 = int(sentence_ends[d0]), int(sentence_ends[d1])
             n0, n1 = int(token_ends[s0]), int(token_ends[s1])
@@ -193,53 +194,55 @@ class TokenFile:
                 if magic != MAGIC:
                     raise self._damaged("it does not end with the mark of such a file")
                 self.footer: dict[str, Any] = json.loads(self._at(file, size - _TAIL.size - length, length))
-                shape = (self.footer["segments"], self.footer["groups"], _COLUMNS)
-                table_bytes = 8 * int(np.prod(shape))
-                table = self._at(file, size - _TAIL.size - length - table_bytes, table_bytes)
+                self.segments, self.groups = int(self.footer["segments"]), int(self.footer["groups"])
+                self._table_at = size - _TAIL.size - length - 8 * _COLUMNS * self.segments * self.groups
+                if self._table_at < 0:
+                    raise self._damaged("it is too short")
         except (OSError, json.JSONDecodeError, KeyError) as error:
             raise self._damaged(str(error)) from error
-        self.table = np.frombuffer(table, "<i8").reshape(shape)
         self.dtype = np.dtype(self.footer["dtype"])
 
-    def documents_per_group(self) -> np.ndarray:
-        """(groups,) int64, documents of each group."""
-        return self.table[:, :, 1].sum(axis=0)
+    def per_group(self) -> tuple[np.ndarray, np.ndarray]:
+        """(groups,) int64 documents of each group, and (groups,) int64 tokens of each."""
+        with self.path.open("rb") as file:
+            data = self._at(file, self._table_at, 8 * _COLUMNS * self.segments * self.groups)
+        table = np.frombuffer(data, "<i8").reshape(self.segments, self.groups, _COLUMNS)
+        return table[:, :, 1].sum(axis=0), table[:, :, 4].sum(axis=0)
 
-    def tokens_per_group(self) -> np.ndarray:
-        """(groups,) int64, tokens of each group."""
-        return self.table[:, :, 4].sum(axis=0)
-
-    def read(self, group: int) -> Documents:
-        """All documents of a group, in the order in which they were written.
+    def read(self, groups: range) -> Documents:
+        """All documents of groups in a row, in the order of segments and groups.
 
         Raises:
             TokenStoreError: the file is shorter than its table says, or its bytes were changed.
         """
         parts = []
         with self.path.open("rb") as file:
-            for offset, documents, key_bytes, sentences, tokens, crc in self.table[:, group].tolist():
-                if not documents:
-                    continue
-                sizes = (4 * documents, 4 * documents, 4 * sentences, self.dtype.itemsize * tokens, key_bytes)
-                data = memoryview(self._at(file, offset, sum(sizes)))
-                if zlib.crc32(data) != crc:
-                    raise self._damaged(f"bytes at {offset} were changed")
-                ends = np.cumsum(sizes).tolist()
-                key_lengths = np.frombuffer(data[: ends[0]], "<u4").tolist()
-                text = bytes(data[ends[3] :])
-                keys, start = [], 0
-                for key_length in key_lengths:
-                    keys.append(text[start : start + key_length].decode("utf-8", "surrogatepass"))
-                    start += key_length
-                parts.append(
-                    Documents(
-                        keys=keys,
-                        sentence_counts=np.frombuffer(data[ends[0] : ends[1]], "<u4").astype(np.int64),
-                        sentence_lengths=np.frombuffer(data[ends[1] : ends[2]], "<u4").astype(np.int64),
-                        ids=np.frombuffer(data[ends[2] : ends[3]], self.dtype),
-                    )
-                )
+            for segment in range(self.segments):
+                # Only these rows: the tables of all files together are as large as the square of the corpus.
+                at = self._table_at + 8 * _COLUMNS * (segment * self.groups + groups.start)
+                rows = np.frombuffer(self._at(file, at, 8 * _COLUMNS * len(groups)), "<i8").reshape(-1, _COLUMNS)
+                parts += [self._read_group(file, *row) for row in rows[rows[:, 1] > 0].tolist()]
         return concatenate(parts, self.dtype)
+
+    def _read_group(
+        self, file: IO[bytes], offset: int, documents: int, key_bytes: int, sentences: int, tokens: int, crc: int
+    ) -> Documents:
+        sizes = (4 * documents, 4 * documents, 4 * sentences, self.dtype.itemsize * tokens, key_bytes)
+        data = memoryview(self._at(file, offset, sum(sizes)))
+        if zlib.crc32(data) != crc:
+            raise self._damaged(f"bytes at {offset} were changed")
+        ends = list(itertools.accumulate(sizes))
+        text = bytes(data[ends[3] :])
+        keys, start = [], 0
+        for key_length in np.frombuffer(data[: ends[0]], "<u4").tolist():
+            keys.append(text[start : start + key_length].decode("utf-8", "surrogatepass"))
+            start += key_length
+        return Documents(
+            keys=keys,
+            sentence_counts=np.frombuffer(data[ends[0] : ends[1]], "<u4").astype(np.int64),
+            sentence_lengths=np.frombuffer(data[ends[1] : ends[2]], "<u4").astype(np.int64),
+            ids=np.frombuffer(data[ends[2] : ends[3]], self.dtype),
+        )
 
     def _at(self, file: IO[bytes], offset: int, length: int) -> bytes:
         if offset < 0:

@@ -1,15 +1,14 @@
-"""Stage 1: documents -> sentences -> ids -> buckets. One task per input partition, one file per task.
+"""Stage 1: documents -> sentences -> ids -> groups. One task per input partition, one file per task.
 
 A step of a `datatrove` pipeline: any of its executors (local processes, Slurm arrays) runs it, marks a finished task and
-skips it on a rerun. The bucket of a document is a hash of its key, so a bucket is a random sample of the corpus and does
-not depend on how the input was cut into tasks.
+skips it on a rerun. The group of a document is a range of the hash of its key, so a group is a random sample of the corpus
+and does not depend on how the input was cut into tasks.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,10 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from data_pipeline.artefacts import atomic_writer
+from data_pipeline.buckets import Groups
 from data_pipeline.build_state import worker_lock
 from data_pipeline.stats import DROPPED
-from data_pipeline.token_store import Documents, TokenWriter, id_dtype, key_hash
+from data_pipeline.token_store import Documents, TokenWriter, id_dtype
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 from data_pipeline.tokenizer_folder import read_descriptor
 
@@ -30,49 +30,6 @@ BATCH_CHARACTERS = 1_000_000
 
 
 _ASCII = bytes(range(128))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Groups:
-    """Which group of the stage-1 files a document belongs to: training buckets first, then held-out ones.
-
-    Attributes:
-        train_buckets: buckets of the training part.
-        validation_buckets: buckets of the held-out part; its size goes with the share that is held out.
-        held_out: share of documents held out.
-    """
-
-    train_buckets: int
-    validation_buckets: int
-    held_out: float
-
-    @classmethod
-    def of(cls, buckets: int, held_out: float) -> Groups:
-        """As many held-out buckets as keep them about as large as the training ones, at least one."""
-        return cls(train_buckets=buckets, validation_buckets=max(1, round(buckets * held_out)), held_out=held_out)
-
-    @property
-    def count(self) -> int:
-        """All groups."""
-        return self.train_buckets + self.validation_buckets
-
-    def place(self, group: int) -> tuple[str, int]:
-        """Split ("train" or "validation") and bucket of a group."""
-        if group < self.train_buckets:
-            return "train", group
-        return "validation", group - self.train_buckets
-
-    def of_split(self, split: str) -> range:
-        """The groups of a split."""
-        if split == "train":
-            return range(self.train_buckets)
-        return range(self.train_buckets, self.count)
-
-    def find(self, key: str, is_held_out: Callable[[str, float], bool]) -> int:
-        """The group of a document key."""
-        if self.held_out and is_held_out(key, self.held_out):
-            return self.train_buckets + key_hash(key) % self.validation_buckets
-        return key_hash(key) % self.train_buckets
 
 
 def batches(documents: Iterable[Document], characters: int = BATCH_CHARACTERS) -> Iterator[list[Document]]:
@@ -156,7 +113,7 @@ class TokenizeStep(PipelineStep):
     Args:
         tokenizer_dir: a saved tokenizer.
         output_dir: receives `task-NNNNN.tokens`.
-        groups: splits and buckets.
+        groups: of both splits.
         split_sentences: text of a document -> its sentences.
         is_held_out: (document key, share) -> whether it belongs to the held-out part.
         source_counts: where the reader counts what it dropped; complete once its documents are consumed.

@@ -19,7 +19,7 @@ from data_pipeline.records import Block, Document
 from data_pipeline.sentences import split_sentences
 from data_pipeline.shards import ShardWriter, iter_members
 from data_pipeline.token_store import Documents
-from data_pipeline.tokenize_stage import Groups, batches, tokenize_batch
+from data_pipeline.tokenize_stage import batches, tokenize_batch
 from data_pipeline.tokenizer_folder import Normalisation
 from data_pipeline.wordpiece import WordPieceTokenizer
 
@@ -202,7 +202,7 @@ def test_bytes_do_not_depend_on_the_order_of_documents(tmp_path: Path, tokenizer
         def __init__(self, documents: Documents) -> None:
             self.documents = documents
 
-        def read(self, group: int) -> Documents:
+        def read(self, groups: range) -> Documents:
             return self.documents
 
     texts = {f"d{i % 30}": f"{' '.join(WORDS[i % 7 : i % 11 + 4])}\nthe cat sat" for i in range(30)}
@@ -211,7 +211,7 @@ def test_bytes_do_not_depend_on_the_order_of_documents(tmp_path: Path, tokenizer
     orders = [np.arange(33), np.arange(33)[::-1], np.random.default_rng(0).permutation(33)]
     for number, order in enumerate(orders):
         parts = [Part(twice.take(order[:10])), Part(twice.take(order[10:]))]
-        bucket = read_bucket(parts, 0, documents.ids.dtype)  # type: ignore[arg-type]
+        bucket = read_bucket(parts, range(1), documents.ids.dtype)  # type: ignore[arg-type]
         folder = tmp_path / str(number)
         folder.mkdir()
         assemble(bucket, folder, tokenizer)
@@ -241,13 +241,3 @@ def test_overlong_and_unknown_words_are_counted(tokenizer: WordPieceTokenizer) -
 def test_batches_follow_the_amount_of_text() -> None:
     documents = [Document(text="x" * 40, id=str(i)) for i in range(10)]
     assert [len(batch) for batch in batches(iter(documents), 100)] == [3, 3, 3, 1]
-
-
-def test_groups_keep_splits_apart() -> None:
-    groups = Groups.of(20, 0.1)
-    assert (groups.train_buckets, groups.validation_buckets, groups.count) == (20, 2, 22)
-    held = {"held"}
-    places = {key: groups.place(groups.find(key, lambda key, share: key in held)) for key in ["held", "a", "b"]}
-    assert places["held"][0] == "validation"
-    assert places["a"][0] == places["b"][0] == "train"
-    assert list(groups.of_split("validation")) == [20, 21]

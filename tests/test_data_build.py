@@ -131,7 +131,7 @@ def test_other_settings_are_refused(built: Path, capsys: pytest.CaptureFixture[s
     config = str(built / "config.toml")
     for override, key in [
         ("data.mask_sets=3", "train.mask_sets = 2, now it is 3"),
-        ("data.buckets=2", "data.buckets = 3, now it is 2"),
+        ("data.buckets=2", "data.buckets = 2 (2 and 1) does not divide"),
         ("tokenizer.vocab_size=700", "vocab_size = 600, now it is 700"),
         ("corpus.held_out=0.2", "held_out = 0.1, now it is 0.2"),
     ]:
@@ -140,6 +140,37 @@ def test_other_settings_are_refused(built: Path, capsys: pytest.CaptureFixture[s
         assert key in error
         assert error.count("\n") == 1
     assert main(["--config", config, "--set", "data.tasks=7", "--set", "data.workers=2"]) == 0
+
+
+def test_another_data_set_from_the_same_stage_1(
+    tmp_path: Path, built: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second set with longer examples, dupes and other masks: no text is read or tokenised again."""
+    shared = {"data__tokens_from": str(built / "data"), "data__tasks": 2}
+    longer = {"data__max_seq_length": 128, "data__mask_sets": 1, "data__dupes": 2, "data__buckets": 0}
+    before = {path: path.stat().st_mtime_ns for path in (built / "data").rglob("*") if path.is_file()}
+    assert main(["--config", str(write_config(tmp_path / "longer", corpus, **shared, **longer))]) == 0
+    index = ShardIndex.open(tmp_path / "longer/data/train")
+    assert index.info.tokenizer == ShardIndex.open(built / "data/train").info.tokenizer
+    assert (index.info.max_seq_length, index.info.settings["buckets"]) == (128, 1)
+    assert not (tmp_path / "longer/data/tokens").exists()
+    assert (tmp_path / "longer/data/tokenizer/vocab.txt").read_bytes() == (
+        built / "data/tokenizer/vocab.txt"
+    ).read_bytes()
+    assert main(["--config", str(write_config(tmp_path / "same", corpus, **shared))]) == 0
+    assert digests(tmp_path / "same/data") == digests(built / "data")
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    capsys.readouterr()
+    for number, (change, message) in enumerate(
+        [
+            ({"corpus__held_out": 0.2}, "tokenizer.corpus.held_out = 0.1, here it is 0.2"),
+            ({"tokenizer__vocab_size": 700}, "tokenizer.vocab_size = 600, here it is 700"),
+            ({"data__tokens_from": str(tmp_path / "absent")}, "absent holds no finished build"),
+        ]
+    ):
+        config = write_config(tmp_path / str(number), corpus, **(shared | change))
+        assert message in one_line_error(capsys, ["--config", str(config)])
+        assert not (tmp_path / str(number) / "data/train").exists()
 
 
 @pytest.mark.slow

@@ -74,13 +74,15 @@ def test_r16_every_document_comes_back_under_its_own_key(tmp_path: Path, segment
     assert (file.footer["segments"] > 1) == (segment_tokens < 10**9)
     seen: dict[str, list[list[int]]] = {}
     for group in range(4):
-        found = rows_of(file.read(group))
+        found = rows_of(file.read(range(group, group + 1)))
         assert {groups[key] for key in found} == {group}
         seen |= found
     assert seen == rows
-    assert file.read(4).keys == []
-    assert file.documents_per_group().tolist() == [sum(g == group for g in groups.values()) for group in range(5)]
-    assert file.tokens_per_group().sum() == sum(len(s) for document in rows.values() for s in document)
+    assert rows_of(file.read(range(1, 3))) == {key: rows[key] for key in rows if groups[key] in (1, 2)}
+    assert file.read(range(4, 5)).keys == []
+    documents, tokens = file.per_group()
+    assert documents.tolist() == [sum(g == group for g in groups.values()) for group in range(5)]
+    assert tokens.sum() == sum(len(s) for document in rows.values() for s in document)
     assert file.footer["counts"] == {"documents": 60}
 
 
@@ -94,7 +96,7 @@ def test_a_cut_or_foreign_file_is_named(tmp_path: Path) -> None:
             TokenFile(path)
     path.write_bytes(whole[:100] + b"\xff" + whole[101:])
     with pytest.raises(TokenStoreError, match="bytes at 0 were changed"):
-        TokenFile(path).read(1)
+        TokenFile(path).read(range(5))
     with pytest.raises(TokenStoreError, match="No such file"):
         TokenFile(tmp_path / "absent")
 
