@@ -175,6 +175,10 @@ class BertForPreTraining(nn.Module):
 
     def forward(self, batch: Batch) -> PretrainingLosses:
         """Losses of a flat batch as sums; nothing here waits for the device."""
+        return self.losses_and_states(batch)[0]
+
+    def losses_and_states(self, batch: Batch) -> tuple[PretrainingLosses, torch.Tensor]:
+        """The losses, and the encoder's x_TD that they come from."""
         x_TD = self.encoder(
             batch.input_ids_T, batch.segment_ids_T, batch.position_ids_T, batch.cu_seqlens, batch.max_seqlen
         )
@@ -185,7 +189,7 @@ class BertForPreTraining(nn.Module):
             pooled_ED = self.encoder.pool(x_TD, batch.cls_positions_E)
             nsp_loss_sum, nsp_correct = self.sentence_head.loss(pooled_ED, batch.nsp_labels_E)
             nsp_count = batch.examples
-        return PretrainingLosses(
+        losses = PretrainingLosses(
             mlm_loss_sum=mlm_loss_sum,
             mlm_correct=mlm_correct,
             nsp_loss_sum=nsp_loss_sum,
@@ -193,3 +197,4 @@ class BertForPreTraining(nn.Module):
             mlm_count=len(batch.mask_labels_P),
             nsp_count=nsp_count,
         )
+        return losses, x_TD

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from data_pipeline.config import TokenizerConfig
+from data_pipeline.tokenizer import TokenizerError, import_tokenizer
 from pretrain.encoder import BertForPreTraining
 from pretrain.hf_config import InterchangeError, from_hf_config
 from pretrain.model_config import EncoderConfig
@@ -101,6 +104,28 @@ def _read_weights(directory: Path) -> dict[str, torch.Tensor]:
         ) from error
     # Integer tensors are buffers (position ids in old files).
     return {name: tensor.float() for name, tensor in tensors.items() if tensor.is_floating_point()}
+
+
+def check_tokens(directory: str | Path, tokens: Sequence[str]) -> None:
+    """Refuse a folder whose own vocabulary gives other tokens to the ids: its embeddings would be those of other words.
+
+    A folder without a vocabulary that this project reads passes.
+
+    Raises:
+        InterchangeError: the vocabularies differ; the first id that does is named.
+    """
+    try:
+        theirs = import_tokenizer(directory, TokenizerConfig()).tokens
+    except TokenizerError:
+        return
+    if list(tokens) != theirs:
+        pairs = enumerate(zip(tokens, theirs, strict=False))
+        first = next((f"id {i} is {a!r}, there {b!r}" for i, (a, b) in pairs if a != b), "")
+        sizes = f"{len(tokens)} entries, there {len(theirs)}"
+        raise InterchangeError(
+            f"{directory}: its vocabulary is not that of the data ({first or sizes}); "
+            f"build the data with tokenizer.path={directory}"
+        )
 
 
 def start_from(model: BertForPreTraining, directory: str | Path) -> list[str]:
