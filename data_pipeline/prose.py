@@ -30,7 +30,7 @@ _SKIPPED_SECTION = re.compile(
 )
 # `name (type): Text`, `name: Text` or `:param name: Text`: what follows the colon can be prose.
 _FIELD = re.compile(
-    r"(?::\w[^:]{0,60}|[*`]{0,3}[A-Za-z_][\w.,* ]{0,30}[`]{0,2}(?: ?\([^()]*(?:\([^()]*\)[^()]*)?\))?):\s+(?=[A-Z])"
+    r"(?::\w[^:]{0,60}|[*`]{0,3}[A-Za-z_][\w.,* ]{0,30}[`]{0,2}(?: ?\([^()]*(?:\([^()]*\)[^()]*)?\))?)(?<! ):\s+(?=[A-Z])"
 )
 
 MIN_WORDS = 7

@@ -114,6 +114,7 @@ class WordPieceTokenizer:
             dtype=np.int32,
         )
         self.fingerprint = fingerprint(self.kind, flags, self._special, "\n".join(self.tokens).encode())
+        self._orphans = _orphans(self.tokens)
         self._reference = wordpiece_pipeline(self.tokens, flags)
         # Where the flags are not the pair that tokie knows, text is normalised first and tokie only splits.
         self._native = flags.strip_accents == flags.lowercase
@@ -169,8 +170,11 @@ class WordPieceTokenizer:
         """Whether tokie's ids could differ from those of `tokenizers`, as found by the differential tests.
 
         tokie 0.1.4 cuts texts of about 64 kB and more into chunks to encode them in parallel, inside a word where it
-        finds no other place; its Unicode tables are older; and it always splits CJK.
+        finds no other place; its Unicode tables are older; it always splits CJK; and it drops the end of a word that
+        begins a longer entry where not even its first character is an entry.
         """
+        if self._orphans is not None and self._orphans.search(self._normalise(without_surrogates(text))):
+            return True
         if len(text) > _LONG_TEXT and _LONG_RUN.search(text):
             return True
         if text.isascii():
@@ -250,6 +254,21 @@ class WordPieceTokenizer:
             special_tokens=[("[CLS]", self.cls_id), ("[SEP]", self.sep_id)],
         )
         return pipeline
+
+
+def _orphans(tokens: Sequence[str]) -> re.Pattern[str] | None:
+    """Matches the characters that begin an entry, plain or inside a word, without being one; None: there are none.
+
+    Trained vocabularies have none; hand-made and cut ones do.
+    """
+    known = set(tokens)
+    found = set()
+    for token in tokens:
+        prefix = PREFIX if token.startswith(PREFIX) and len(token) > len(PREFIX) else ""
+        first = token[len(prefix) : len(prefix) + 1]
+        if prefix + first not in known:
+            found.add(first)
+    return re.compile("[" + "".join(map(re.escape, sorted(found))) + "]") if found else None
 
 
 def count_marks(texts: Sequence[str]) -> int:
