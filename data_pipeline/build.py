@@ -33,10 +33,10 @@ from data_pipeline.build_state import (
     settle_tasks,
 )
 from data_pipeline.config import ConfigError, PipelineConfig, add_config_arguments, load_pipeline_config
-from data_pipeline.execution import run_tasks
+from data_pipeline.execution import local_workers, run_tasks
 from data_pipeline.masking import default_limit
 from data_pipeline.pairs import SingleDocumentError
-from data_pipeline.plan import choose_tasks, print_plan, text_bytes, workers_of
+from data_pipeline.plan import choose_tasks, print_plan, text_bytes
 from data_pipeline.progress import BuildProgress
 from data_pipeline.readers import CorpusError, InputFile, ReadStep, find_inputs, is_held_out, read_documents
 from data_pipeline.sentences import split_sentences
@@ -70,7 +70,6 @@ class Build:
         source_dir: whose stage 1 is used, `data_dir` or `data.tokens_from`.
         inputs: files of the corpus.
         groups: of stage 1, once it is settled.
-        workers: of this run; they never change the output.
     """
 
     def __init__(self, config: PipelineConfig, progress: BuildProgress) -> None:
@@ -81,7 +80,6 @@ class Build:
         self.source_dir = Path(config.data.tokens_from or config.data.dir)
         self.tokens_dir = self.source_dir / "tokens"
         self.assemble_dir = self.data_dir / "assemble"
-        self.workers = workers_of(config)
 
     def run(self) -> None:
         """Build what is missing.
@@ -180,9 +178,7 @@ class Build:
             ),
         ]
         with self.progress.stage("stage 1: tokenize") as advance:
-            run_tasks(
-                steps, tasks=tasks, workers=self.workers, state_dir=self.tokens_dir / "state", on_progress=advance
-            )
+            run_tasks(steps, tasks=tasks, data=config.data, state_dir=self.tokens_dir / "state", on_progress=advance)
         write_text(finished, "")
         return files
 
@@ -190,7 +186,7 @@ class Build:
         """What this run asks of stage 1: tasks, and groups of each split."""
         groups = Groups.of(self.config.data.buckets, self.config.corpus.held_out, text_bytes(self.inputs))
         return {
-            "tasks": choose_tasks(self.config.data.tasks, self.workers, self.inputs),
+            "tasks": choose_tasks(self.config.data.tasks, local_workers(self.config.data), self.inputs),
             "train_groups": groups.train,
             "validation_groups": groups.validation,
         }
@@ -277,7 +273,7 @@ class Build:
                 run_tasks(
                     [step],
                     tasks=self.buckets.count,
-                    workers=self.workers,
+                    data=self.config.data,
                     state_dir=self.assemble_dir / "state",
                     on_progress=advance,
                 )

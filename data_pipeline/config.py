@@ -62,6 +62,22 @@ class TokenizerConfig(StrictModel):
     """Train on a random sample of about this much text, chosen by the seed."""
 
 
+class SlurmConfig(StrictModel):
+    """`[data.slurm]`: the job arrays of `data.executor = "slurm"`; what is empty or 0 is left to the cluster."""
+
+    partition: str = ""
+    qos: str = ""
+    time: str = "24:00:00"
+    """Limit of one task, in Slurm's notation."""
+    cpus_per_task: int = Field(default=1, ge=1)
+    mem_per_cpu_gb: int = Field(default=2, ge=0)
+    job_name: str = "clozeworks-data"
+    max_array_size: int = Field(default=1001, ge=1)
+    """The cluster's MaxArraySize; more tasks are submitted as several arrays, one after the other."""
+    extra: dict[str, str] = {}
+    """Further options of the job, such as `account = "..."`."""
+
+
 class DataConfig(StrictModel):
     """`[data]`: examples, masks and shards."""
 
@@ -91,7 +107,10 @@ class DataConfig(StrictModel):
     tasks: int = Field(default=0, ge=0)
     """Input partitions of the tokenize stage; 0 chooses. Never changes the output."""
     workers: int = Field(default=0, ge=0)
-    """Local processes; 0 uses the cores of this machine. Never changes the output."""
+    """Local processes; 0 uses the cores of this machine. On a cluster: tasks at once, 0 for no limit. Never changes the output."""
+    executor: Literal["local", "slurm", "ray"] = "local"
+    """Where tasks run: processes here, Slurm job arrays, or Ray. Never changes the output."""
+    slurm: SlurmConfig = SlurmConfig()
 
 
 class PipelineConfig(StrictModel):

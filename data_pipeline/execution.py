@@ -1,4 +1,4 @@
-"""Running a stage on this machine, through datatrove's executor interface."""
+"""Running a stage through datatrove's executor interface: on this machine here, on a cluster in cluster_execution.py."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from pathlib import Path
 from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
+
+from data_pipeline.config import DataConfig
 
 Progress = Callable[[int, int], None]
 """Called with (completed, tasks)."""
@@ -81,19 +83,35 @@ class LocalExecutor(LocalPipelineExecutor):
 
 
 def run_tasks(
-    steps: Sequence[PipelineStep], *, tasks: int, workers: int, state_dir: Path, on_progress: Progress
+    steps: Sequence[PipelineStep], *, tasks: int, data: DataConfig, state_dir: Path, on_progress: Progress
 ) -> None:
     """Run a pipeline once per task, skipping tasks that an earlier run completed.
 
     Args:
         steps: the pipeline; each step is called with (data, task, tasks).
         tasks: how many.
-        workers: local processes; with 1 the tasks run in this process.
+        data: `[data]`: where tasks run, and how many at once.
         state_dir: logs and completion markers.
         on_progress: told about completed tasks.
 
     Raises:
-        as `LocalExecutor.run_tasks`.
+        BuildError: tasks failed on a cluster, or there is none.
+        otherwise as `LocalExecutor.run_tasks`.
     """
-    executor = LocalExecutor(pipeline=list(steps), tasks=tasks, workers=min(workers, tasks), logging_dir=str(state_dir))
-    executor.run_tasks(on_progress)
+    if data.executor == "local":
+        workers = min(local_workers(data), tasks)
+        LocalExecutor(list(steps), tasks=tasks, workers=workers, logging_dir=str(state_dir)).run_tasks(on_progress)
+        return
+    from data_pipeline.cluster_execution import SlurmExecutor, run_on_ray
+
+    if data.executor == "ray":
+        run_on_ray(steps, tasks=tasks, at_once=data.workers, state_dir=state_dir, on_progress=on_progress)
+        return
+    SlurmExecutor(steps, tasks=tasks, at_once=data.workers, state_dir=state_dir, slurm=data.slurm).run_tasks(
+        on_progress
+    )
+
+
+def local_workers(data: DataConfig) -> int:
+    """Processes on this machine."""
+    return data.workers or len(os.sched_getaffinity(0))

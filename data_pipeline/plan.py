@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from data_pipeline.buckets import BUCKET_TOKENS, SPLITS
 from data_pipeline.config import PipelineConfig
 from data_pipeline.corpus_files import InputFile
+from data_pipeline.execution import local_workers
 from data_pipeline.progress import BuildProgress
 from data_pipeline.readers import find_inputs
 
@@ -24,11 +24,6 @@ _ASSEMBLE_TOKENS_PER_SECOND = 8e6  # stage 2, with one mask set
 def text_bytes(inputs: Sequence[InputFile]) -> float:
     """Bytes of text in these files; estimated for compressed ones."""
     return sum(file.size * (_COMPRESSION if file.compression else 1) for file in inputs)
-
-
-def workers_of(config: PipelineConfig) -> int:
-    """Local processes."""
-    return config.data.workers or len(os.sched_getaffinity(0))
 
 
 def choose_tasks(wanted: int, workers: int, inputs: Sequence[InputFile]) -> int:
@@ -48,7 +43,7 @@ def print_plan(config: PipelineConfig, progress: BuildProgress) -> None:
     data = config.data
     data_dir, source_dir = Path(data.dir), Path(data.tokens_from or data.dir)
     inputs = find_inputs(config.corpus, source_dir / "corpus", materialise=False)
-    size, workers = text_bytes(inputs), workers_of(config)
+    size, workers = text_bytes(inputs), local_workers(data)
     tokens = size / _BYTES_PER_TOKEN
     train = tokens * (1 - config.corpus.held_out) * data.dupes
     buckets = data.buckets

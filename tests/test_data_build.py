@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import signal
@@ -292,6 +293,12 @@ def test_r13_whole_word_without_pieces_is_said_to_have_no_effect(
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"我爱北京", "##京"]))
     assert main(["--config", str(config), "--set", "data.whole_word=true"]) == 0
     assert "data.whole_word has no effect here" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed here")
+def test_ray_is_asked_for_where_it_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_text_config(tmp_path, "hello world\n\nsecond doc here\n")
+    assert "pip install ray" in one_line_error(capsys, ["--config", str(config), "--set", "data.executor=ray"])
 
 
 def test_dry_run_writes_nothing(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
