@@ -1,10 +1,13 @@
 """`deepspeed --no_ssh` without its 30 seconds of imports: the same options, variables and way of failing."""
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
 import time
+
+import psutil
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--no_ssh", action="store_true", required=True)
@@ -37,8 +40,10 @@ for local_rank in range(here):
 while any(process.poll() is None for process in processes):
     failed = [process.returncode for process in processes if process.returncode]
     if failed:
-        for process in processes:
-            process.terminate()
+        # DeepSpeed ends the whole tree, not its children only
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.terminate()
         until = time.monotonic() + 30
         while any(process.poll() is None for process in processes) and time.monotonic() < until:
             time.sleep(0.1)
