@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from pretrain.dropout import dropout
+from pretrain.kernels import choose_kernels
 from pretrain.layers import activate
-from pretrain.linear_cross_entropy import linear_cross_entropy
+from pretrain.linear_cross_entropy import liger_cross_entropy, linear_cross_entropy
 from pretrain.model_config import EncoderConfig
 
 
@@ -60,7 +61,10 @@ class MaskedTokenHead(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of cross entropies and number of right predictions."""
         config = self.config
-        return linear_cross_entropy(self.hidden(x_PD), table, self.bias, labels_P, config.vocab_size, config.head_chunk)
+        hidden_PW = self.hidden(x_PD)
+        if choose_kernels(config.kernels, x_PD.device.type).head == "liger" and len(labels_P):
+            return liger_cross_entropy(hidden_PW, table, self.bias, labels_P, config.vocab_size)
+        return linear_cross_entropy(hidden_PW, table, self.bias, labels_P, config.vocab_size, config.head_chunk)
 
 
 class SentenceHead(nn.Module):

@@ -8,6 +8,7 @@ from torch import nn
 
 from pretrain.attention import AttentionPlan, attention
 from pretrain.dropout import dropout, dropout_add
+from pretrain.kernels import SublayerNorm, choose_kernels
 from pretrain.model_config import EncoderConfig
 from pretrain.rotary import rotate
 
@@ -60,10 +61,11 @@ class EncoderLayer(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=config.biases)
         self.attention_output = nn.Linear(width, width, bias=config.biases)
         plain = config.norm == "pre" and first
-        self.attention_norm = None if plain else nn.LayerNorm(width, eps=config.norm_eps, bias=config.biases)
+        norm = nn.LayerNorm if config.norm == "pre" else SublayerNorm
+        self.attention_norm = None if plain else norm(width, eps=config.norm_eps, bias=config.biases)
         self.up = nn.Linear(width, inner * (2 if config.gated else 1), bias=config.biases)
         self.down = nn.Linear(inner, width, bias=config.biases)
-        self.feed_forward_norm = nn.LayerNorm(width, eps=config.norm_eps, bias=config.biases)
+        self.feed_forward_norm = norm(width, eps=config.norm_eps, bias=config.biases)
 
     def forward(self, x_TD: torch.Tensor, plan: AttentionPlan, angles: Angles, window: int) -> torch.Tensor:
         """x_TD to x_TD. `angles` turn queries and keys; `window` limits what a token sees (0: nothing)."""
@@ -73,8 +75,10 @@ class EncoderLayer(nn.Module):
             x_TD = dropout_add(self._attend(normed, plan, angles, window), x_TD, rate, training)
             return dropout_add(self._feed_forward(self.feed_forward_norm(x_TD)), x_TD, rate, training)
         assert self.attention_norm is not None
-        x_TD = self.attention_norm(dropout_add(self._attend(x_TD, plan, angles, window), x_TD, rate, training))
-        return self.feed_forward_norm(dropout_add(self._feed_forward(x_TD), x_TD, rate, training))
+        kernels = choose_kernels(config.kernels, x_TD.device.type)
+        rate = rate if training else 0.0
+        x_TD = self.attention_norm(self._attend(x_TD, plan, angles, window), x_TD, rate, kernels)
+        return self.feed_forward_norm(self._feed_forward(x_TD), x_TD, rate, kernels)
 
     def _attend(self, x_TD: torch.Tensor, plan: AttentionPlan, angles: Angles, window: int) -> torch.Tensor:
         config = self.config

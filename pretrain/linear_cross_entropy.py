@@ -113,3 +113,24 @@ def linear_cross_entropy(
     """
     wanted = torch.is_grad_enabled() and (hidden_PW.requires_grad or weight_VW.requires_grad)
     return _LinearCrossEntropy.apply(hidden_PW, weight_VW, bias_V, labels_P, vocab_size, chunk, wanted)
+
+
+def liger_cross_entropy(
+    hidden_PW: torch.Tensor, weight_VW: torch.Tensor, bias_V: torch.Tensor, labels_P: torch.Tensor, vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by liger-kernel (>= 0.8), whose Triton kernel turns logits into gradients in place; P must not be 0.
+
+    Arguments and results as `linear_cross_entropy`.
+    """
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    found = liger_fused_linear_cross_entropy(
+        hidden_PW,
+        weight_VW[:vocab_size],
+        labels_P,
+        bias=bias_V[:vocab_size],
+        reduction="sum",
+        accum_dtype=torch.float32,
+        return_predicted_tokens=True,
+    )
+    return found.loss, (found.predicted_tokens == labels_P).sum()

@@ -77,6 +77,8 @@ class EncoderConfig(StrictModel):
     """A Hugging Face folder to start from instead of random weights."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping what it holds."""
+    kernels: Literal["auto", "plain", "compile", "triton"] = "auto"
+    """Fused kernels, see pretrain/kernels.py."""
     head_chunk: int = Field(default=256, ge=1)
     """Predictions whose logits are held at once; the full logits matrix never exists."""
 
