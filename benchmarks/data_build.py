@@ -72,7 +72,7 @@ paths = ["{corpus}"]
 sentences = "line"
 held_out = 0.0
 [tokenizer]
-path = "{_vocabulary(folder, lines)}"
+path = "{vocabulary(folder, lines)}"
 [data]
 dir = "{folder / "data"}"
 max_seq_length = {LENGTH}
@@ -98,7 +98,7 @@ def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def _vocabulary(folder: Path, lines: list[str]) -> Path:
+def vocabulary(folder: Path, lines: list[str]) -> Path:
     """BERT's uncased vocabulary where it is at hand, else one trained on the text."""
     shared = Path(os.environ.get("CLOZEWORKS_DATA", ROOT.parent / "shared" / "data"))
     official = shared / "vocab" / "bert-base-uncased-vocab.txt"

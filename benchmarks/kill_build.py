@@ -1,0 +1,96 @@
+"""How many builds that were killed at a random moment and started again end with the bytes of an undisturbed one.
+
+Each round starts a build with two workers and another number of tasks, kills it (kill -9, in turn only the main process and all
+processes) after a random time, and starts it again. The reference is built by one worker in one go. The seed is fixed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from data_build import sentences
+from measure import ROOT, quick_argument, report
+
+SENTENCES_PER_DOCUMENT = 40
+
+
+def write_corpus(folder: Path, megabytes: float) -> Path:
+    """Pre-split text in three files."""
+    lines = sentences(megabytes)
+    documents = [lines[i : i + SENTENCES_PER_DOCUMENT] for i in range(0, len(lines), SENTENCES_PER_DOCUMENT)]
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    for part in range(3):
+        text = "\n\n".join("\n".join(document) for document in documents[part::3])
+        (corpus / f"{part}.txt").write_text(text, encoding="utf-8")
+    return corpus
+
+
+def command(corpus: Path, data: Path, workers: int, tasks: int) -> list[str]:
+    """The build; its configuration is written beside its folder."""
+    config = data.with_suffix(".toml")
+    config.write_text(
+        f'seed = 3\n[corpus]\nsource = "text"\npaths = ["{corpus}"]\nsentences = "line"\n[tokenizer]\nvocab_size = 2000\n'
+        f'[data]\ndir = "{data}"\nbuckets = 4\nmask_sets = 2\nshard_megabytes = 0.5\nworkers = {workers}\ntasks = {tasks}\n'
+    )
+    return [sys.executable, "-m", "data_pipeline.build", "--config", str(config)]
+
+
+def digest(data: Path) -> str:
+    """sha256 over names and bytes of all files of both splits."""
+    total = hashlib.sha256()
+    for path in sorted(path for split in ("train", "validation") for path in (data / split).iterdir()):
+        total.update(f"{path.parent.name}/{path.name}".encode() + path.read_bytes())
+    return total.hexdigest()
+
+
+def killed_build(arguments: list[str], seconds: float, everything: bool) -> bool:
+    """Start a build and kill it after this time; whether it was still running."""
+    process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        (os.killpg if everything else os.kill)(process.pid, signal.SIGKILL)
+        process.wait()
+        return True
+    return False
+
+
+def main() -> None:
+    """Kill, rebuild, compare."""
+    quick = quick_argument(__doc__.split("\n")[0]).quick
+    rounds, rng = 2 if quick else 20, random.Random(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        corpus = write_corpus(folder, 0.3 if quick else 2.0)
+        subprocess.run(command(corpus, folder / "reference", 1, 1), check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        expected = digest(folder / "reference")
+        started = time.monotonic()
+        subprocess.run(command(corpus, folder / "timed", 2, 5), check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        duration = time.monotonic() - started
+        identical = killed = 0
+        for number in range(rounds):
+            arguments = command(corpus, folder / f"round-{number}", 2, 5)
+            moment = rng.uniform(0.1, 1.0) * duration
+            killed += killed_build(arguments, moment, everything=number % 2 == 1)
+            again = subprocess.run(arguments, check=False, cwd=ROOT, capture_output=True, text=True)
+            same = again.returncode == 0 and digest(folder / f"round-{number}") == expected
+            identical += same
+            reused = sum(line.endswith("complete") for line in again.stdout.splitlines())
+            print(f"killed after {moment:.2f} of {duration:.2f} s: same bytes: {same}, stages found complete: {reused}")
+            if not same:
+                print(again.stderr)
+    print(f"{killed} of {rounds} were still running when they were killed")
+    report("kill_build", identical, "builds with identical bytes", rounds, 1.0)
+
+
+if __name__ == "__main__":
+    main()
