@@ -295,7 +295,8 @@ class Build:
             raise BuildError(f"{folder}: holds {min(strangers)}, which this build did not write; remove it")
         merged = BucketStats.merged((part["stats"] for part in parts), settings.max_seq_length)
         stats = render(self._corpus_counts(files), merged, settings.mask_sets)
-        for warning in warnings(stats, whole_word=settings.whole_word):
+        stats["warnings"] = warnings(stats, whole_word=settings.whole_word)
+        for warning in stats["warnings"]:
             self.progress.line(f"warning: {split}: {warning}")
         write_text(folder / "stats.json", json.dumps(stats, indent=1) + "\n")
         special = {name: getattr(tokenizer, f"{name}_id") for name in ("pad", "unk", "cls", "sep", "mask")}

@@ -1,13 +1,16 @@
-"""`stats.json`: what a build read, dropped, cut, paired and masked.
+"""`stats.json`: what a build read, dropped, cut, paired and masked. `python -m data_pipeline.stats DIR` shows it as a page.
 
 Legend: `E` examples, `N` tokens.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -156,3 +159,28 @@ def warnings(stats: Mapping[str, Any], *, whole_word: bool) -> list[str]:
 
 def _share(part: int, whole: int) -> float:
     return round(part / whole, 6) if whole else 0.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the exit code is 2 where there is no data set to report on."""
+    from data_pipeline.block_codec import ShardError
+    from data_pipeline.corpus_report import write_corpus_report
+    from data_pipeline.tokenizer import TokenizerError
+
+    parser = argparse.ArgumentParser(
+        prog="python -m data_pipeline.stats",
+        description="Write the HTML report of a data set, with its figures inside.",
+    )
+    parser.add_argument("path", type=Path, help="data.dir of a build, or a folder with index.json")
+    parser.add_argument("--output", type=Path, help="the file; default: corpus.html in data.dir")
+    options = parser.parse_args(arguments)
+    try:
+        print(write_corpus_report(options.path, options.output))
+    except (ShardError, TokenizerError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -20,6 +20,7 @@ from data_pipeline.build import main
 from data_pipeline.loader import build_loader
 from data_pipeline.shard_index import ShardIndex
 from data_pipeline.shards import iter_members
+from data_pipeline.stats import main as stats_main
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -116,6 +117,26 @@ def test_stats_say_what_happened(built: Path) -> None:
     assert masking["masked_share"] + masking["random_share"] + masking["kept_share"] == pytest.approx(1, abs=1e-5)
     assert abs(masking["masked_share"] - 0.8) < 0.02
     assert 0 < stats["continuation_share"] < 1
+
+
+def test_corpus_report_is_one_page_with_figures_and_examples(
+    built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    assert stats_main([str(built / "data"), "--output", str(page)]) == 0
+    text = page.read_text()
+    assert capsys.readouterr().out.strip() == str(page)
+    examples = json.loads((built / "data/train/stats.json").read_bytes())["examples"]
+    assert f"{examples:,}" in text
+    assert text.count("<svg") >= 6  # three figures of each split
+    assert "B is from another document" in text
+    assert "[MASK] &lt;- " in text
+    assert "src=" not in text  # nothing is fetched from elsewhere
+    again = tmp_path / "again.html"
+    assert stats_main([str(built / "data"), "--output", str(again)]) == 0
+    assert again.read_text() == text
+    assert stats_main([str(tmp_path)]) == 2
+    assert "holds no finished data set" in capsys.readouterr().err
 
 
 def test_second_run_reuses_everything(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
