@@ -11,16 +11,20 @@ import torch
 
 from cluster.world import World
 from pretrain import engine
+from pretrain.agreement import require_agreement
+from pretrain.checkpoint import newest_complete, require_space
 from pretrain.config import TrainConfig
-from pretrain.encoder import BertForPreTraining
 from pretrain.engine import TrainEngine
+from pretrain.kernels import describe_kernels
 from pretrain.parameter_groups import parameter_groups
 from pretrain.progress import ProgressDisplay
 from pretrain.run_data import RunData
 from pretrain.run_folder import RunFolder, open_run
 from pretrain.snapshot import Progress, resume
+from pretrain.starting_weights import starting_model
 from pretrain.stops import StopRequest
 from pretrain.tracking import MetricsFile, MlflowForwarder, default_uri
+from pretrain.watchdog import Watchdog
 
 
 @dataclass(kw_only=True)
@@ -35,6 +39,7 @@ class Job:
     progress: Progress
     stop: StopRequest
     display: ProgressDisplay
+    watchdog: Watchdog
     metrics: MetricsFile | None = None
     forwarder: MlflowForwarder | None = None
 
@@ -62,12 +67,19 @@ def prepare(config: TrainConfig, world: World, data: RunData, stop: StopRequest,
     """Run folder, model, engine, resumed state, metrics and tracking; every rank calls this.
 
     Raises:
-        ConfigError: the folder holds another run, or a checkpoint that cannot be continued here.
+        ConfigError: the ranks do not run the same thing, a shard is damaged, the folder holds another run or a checkpoint
+            that cannot be continued here, or `model.init_from` does not fit.
+        CheckpointError: the disk is too small for the checkpoints.
     """
+    require_agreement(config, vocabulary=data.index.info.tokenizer, data=data.index.fingerprint)
+    engine.on_every_rank(lambda: data.verify_sample(world))
     folder = RunFolder(Path(config.run.dir), engine.on_rank_zero(lambda: _open_folder(config, data)))
     torch.manual_seed(engine.seed_of(config.seed))
-    model = BertForPreTraining(config.model)
+    fresh = bool(config.model.init_from) and engine.on_rank_zero(lambda: _nothing_saved(folder))
+    model = starting_model(config, fresh=fresh, say=_say if world.rank == 0 else _silent)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    count = config.checkpoint.keep + config.checkpoint.keep_best + 1  # one is being written
+    engine.on_rank_zero(lambda: require_space(folder.checkpoints, parameters=parameters, count=count))
     groups = parameter_groups(model, config.optimizer.weight_decay)
     trainer = TrainEngine(model, groups, config=config, world=world, device=device)
     first = world.rank == 0
@@ -82,6 +94,7 @@ def prepare(config: TrainConfig, world: World, data: RunData, stop: StopRequest,
         progress=progress,
         stop=stop,
         display=display,
+        watchdog=Watchdog(config.faults.hang_seconds, rank=world.rank),
     )
     if first:
         display.say(_headline(job, parameters))
@@ -101,6 +114,10 @@ def _open_folder(config: TrainConfig, data: RunData) -> dict[str, Any]:
     return folder.record
 
 
+def _nothing_saved(folder: RunFolder) -> bool:
+    return newest_complete(folder.checkpoints, run_id=folder.run_id, report=_silent) is None
+
+
 def _headline(job: Job, parameters: int) -> str:
     config, data = job.config, job.data.index
     epochs = config.train.steps * config.train.global_batch / data.examples
@@ -111,6 +128,8 @@ def _headline(job: Job, parameters: int) -> str:
         f"global batch {train.global_batch} = {sizes}",
         f"steps {job.progress.step + 1} to {train.steps}; {epochs:.1f} epochs of {data.examples:,} examples in all",
     ]
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(job.engine.precision, torch.float32)
+    lines += describe_kernels(config.model, job.engine.device, dtype)
     baseline = job.folder.record.get("unigram_loss")
     if baseline is not None:
         lines.append(f"held-out MLM loss of guessing by frequency: {baseline:.4f}")
