@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
 SCHEMA = 1
 ENGINE_TAG = "deepspeed"
 WEIGHTS = "model.safetensors"
-_STATE, _MANIFEST, _LATEST = "trainer_state.json", "manifest.json", "latest"
+_STATE, _MANIFEST, _LATEST, _PINNED = "trainer_state.json", "manifest.json", "latest", "pinned"
+_BYTES_A_PARAMETER = 20
 _NAME = re.compile(r"step-(\d+)")
-_TEMPORARY = ".incomplete"
+TEMPORARY = ".incomplete"
 
 
 class CheckpointError(RuntimeError):
@@ -57,6 +59,8 @@ class TrainerState:
     git: str
     config: dict[str, Any] = field(repr=False)
     mlflow_run_id: str = ""
+    held_out_loss: float | None = None
+    """MLM loss on the held-out examples, where this step was validated; "nan" is stored as null."""
     schema: int = SCHEMA
 
 
@@ -81,12 +85,12 @@ def list_steps(root: Path) -> list[Path]:
 
 def incomplete_folder(root: Path, step: int) -> Path:
     """Where a step is written before it is whole."""
-    return root / f"{step_name(step)}{_TEMPORARY}"
+    return root / f"{step_name(step)}{TEMPORARY}"
 
 
 def clear_incomplete(root: Path) -> None:
     """Remove what a killed save or removal left behind; one process, before or between saves."""
-    for path in root.glob(f"*{_TEMPORARY}"):
+    for path in root.glob(f"*{TEMPORARY}"):
         shutil.rmtree(path)
 
 
@@ -154,10 +158,10 @@ def read_state(folder: Path) -> TrainerState:
             f"{path}: expected schema {SCHEMA}, found {content.get('schema')!r}: another version's file"
         )
     names = {item.name for item in fields(TrainerState)}
-    missing = names - content.keys()
+    missing = {item.name for item in fields(TrainerState) if item.default is MISSING} - content.keys()
     if missing:
         raise CheckpointError(f"{path}: lacks {', '.join(sorted(missing))}")
-    return TrainerState(**{name: content[name] for name in names})
+    return TrainerState(**{name: content[name] for name in names & content.keys()})
 
 
 def verify(folder: Path, *, hashes: bool = True) -> None:
@@ -208,22 +212,58 @@ def newest_complete(root: Path, *, run_id: str = "", report: Callable[[str], Non
     return None
 
 
-def retain(root: Path, *, keep: int, written: Path, run_id: str, pinned: Iterable[int] = ()) -> list[Path]:
+def retain(
+    root: Path, *, keep: int, written: Path, run_id: str, pinned: Iterable[int] = (), keep_best: bool = False
+) -> list[Path]:
     """Remove this run's older checkpoints until `keep` are left, by step number.
 
-    Never removes the one just written, pinned steps, or what carries another run's id or no readable state.
+    Never removes the one just written, pinned steps, folders in which a file `pinned` lies (`touch` it at any time), with
+    `keep_best` the one with the lowest held-out loss, or what carries another run's id or no readable state.
 
     Returns:
         What was removed.
     """
     own = [folder for folder in list_steps(root) if _belongs(folder, run_id)]
-    protected = set(pinned)
+    protected = {written, *(folder for folder in own if step_of(folder) in set(pinned) or (folder / _PINNED).exists())}
+    if keep_best:
+        protected.add(best(own) or written)
     removed = []
     for folder in own[:-keep]:
-        if folder != written and step_of(folder) not in protected:
+        if folder not in protected:
             _remove(folder)
             removed.append(folder)
     return removed
+
+
+def best(folders: Iterable[Path]) -> Path | None:
+    """The checkpoint with the lowest finite held-out MLM loss, the earlier of equals; None where none has one."""
+    losses = [(loss, folder) for folder in folders if (loss := read_state(folder).held_out_loss) is not None]
+    return min((pair for pair in losses if math.isfinite(pair[0])), key=lambda pair: pair[0], default=(0.0, None))[1]
+
+
+def require_space(root: Path, *, parameters: int, count: int) -> None:
+    """Refuse a disk that cannot hold the checkpoints of a run.
+
+    A checkpoint takes about 20 bytes a parameter: weights twice, in DeepSpeed's files and in model.safetensors, fp32
+    masters and two moments.
+
+    Args:
+        root: the checkpoints folder; it need not exist.
+        parameters: of the model.
+        count: checkpoints that lie there at a time.
+
+    Raises:
+        CheckpointError: too little is free; both numbers are named.
+    """
+    there = next(folder for folder in (root.resolve(), *root.resolve().parents) if folder.is_dir())
+    used = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+    needed, free = _BYTES_A_PARAMETER * parameters * count, shutil.disk_usage(there).free
+    if needed - used > free:
+        raise CheckpointError(
+            f"{root}: {count} checkpoints of {_BYTES_A_PARAMETER * parameters / 2**30:.2f} GiB do not fit: "
+            f"{free / 2**30:.2f} GiB are free and {used / 2**30:.2f} GiB are in use there. "
+            "Free space, name another run.dir, or lower checkpoint.keep"
+        )
 
 
 def resolve(path: Path, report: Callable[[str], None] = print) -> Path:
@@ -267,7 +307,7 @@ def _belongs(folder: Path, run_id: str) -> bool:
 
 def _remove(folder: Path) -> None:
     """Rename first: a kill in the middle leaves no half folder under a checkpoint's name."""
-    doomed = folder.with_name(f"{folder.name}.removed{_TEMPORARY}")
+    doomed = folder.with_name(f"{folder.name}.removed{TEMPORARY}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(folder, doomed)
     shutil.rmtree(doomed)

@@ -27,6 +27,8 @@ class RunConfig(StrictModel):
     """Name shown by MLflow and the report; empty: the run folder's name."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of each rank; 0: `OMP_NUM_THREADS` if set, else an equal share of this machine's cores."""
+    max_hours: float = Field(default=0.0, ge=0)
+    """A start of the job stops by itself after this time, with a checkpoint and exit code 75; 0: never."""
 
 
 class TrainTable(StrictModel):
@@ -85,13 +87,34 @@ class OptimizerConfig(StrictModel):
 class ScheduleConfig(StrictModel):
     """`[schedule]`: the learning rate as a function of the step; formulas in pretrain/schedule.py."""
 
-    shape: Literal["linear", "polynomial", "cosine", "constant"] = "linear"
+    shape: Literal["linear", "polynomial", "cosine", "constant", "exponential", "warmup_stable_decay"] = "linear"
     warmup_steps: int = Field(default=0, ge=0)
-    warmup_shape: Literal["linear"] = "linear"
+    warmup_shape: Literal["linear", "polynomial"] = "linear"
+    warmup_power: float = Field(default=1.0, gt=0)
+    """Exponent of the polynomial warm-up."""
     power: float = Field(default=1.0, gt=0)
-    """Exponent of the polynomial shape."""
+    """Exponent of the polynomial shape, and of the decay that ends warmup_stable_decay."""
     final_ratio: float = Field(default=0.0, ge=0, le=1)
     """The decay ends at this share of the peak."""
+    decay_from: Literal["warmup", "start"] = "warmup"
+    """Where linear, polynomial and cosine count from; "start" is what BERT's and NVIDIA's code does: a decay over all
+    steps whose first part the warm-up hides."""
+    decay_rate: float = Field(default=0.99, gt=0, le=1)
+    """exponential: what is left of the rate after `decay_steps` updates."""
+    decay_steps: int = Field(default=0, ge=0)
+    """exponential: updates of one factor `decay_rate`; warmup_stable_decay: updates of the decay at the end."""
+    staircase: bool = False
+    """exponential: the rate changes only every `decay_steps` updates."""
+
+    @model_validator(mode="after")
+    def _keys_fit_the_shape(self) -> Self:
+        stepped = self.shape in ("exponential", "warmup_stable_decay")
+        if stepped != bool(self.decay_steps):
+            wanted = "is needed" if stepped else "has no meaning"
+            raise ValueError(f"key 'schedule.decay_steps': {wanted} for schedule.shape={self.shape}")
+        if self.warmup_power != 1 and self.warmup_shape != "polynomial":
+            raise ValueError("key 'schedule.warmup_power': only for schedule.warmup_shape=polynomial")
+        return self
 
 
 class CheckpointConfig(StrictModel):
@@ -101,6 +124,10 @@ class CheckpointConfig(StrictModel):
     """Steps between two checkpoints; the last step is always saved."""
     keep: int = Field(default=3, ge=1)
     """The newest ones that stay, by step number."""
+    keep_best: bool = True
+    """The one with the lowest held-out MLM loss, among those saved at a validated step, stays too."""
+    pinned: list[int] = Field(default_factory=list)
+    """These steps are saved when they are reached, and never removed."""
 
 
 class ValidationConfig(StrictModel):
@@ -126,6 +153,10 @@ class FaultsConfig(StrictModel):
 
     max_skipped_in_a_row: int = Field(default=20, ge=1)
     """This many steps with a non-finite gradient one after another end the job with a non-zero exit code."""
+    min_loss_scale: float = Field(default=1.0, gt=0)
+    """fp16: DeepSpeed never lowers its loss scale below this."""
+    hang_seconds: float = Field(default=1800.0, ge=0)
+    """A rank that finishes no step, held-out batch or save for so long prints its stacks and ends the job; 0: never."""
 
 
 class TrainConfig(PipelineConfig):
@@ -149,6 +180,13 @@ class TrainConfig(PipelineConfig):
         if self.schedule.warmup_steps >= self.train.steps:
             raise ValueError(
                 f"key 'schedule.warmup_steps': {self.schedule.warmup_steps} must be below train.steps={self.train.steps}"
+            )
+        if self.schedule.shape == "warmup_stable_decay" and (
+            self.schedule.warmup_steps + self.schedule.decay_steps > self.train.steps
+        ):
+            raise ValueError(
+                f"key 'schedule.decay_steps': warm-up of {self.schedule.warmup_steps} and decay of "
+                f"{self.schedule.decay_steps} steps do not fit into train.steps={self.train.steps}"
             )
         if self.data.max_seq_length > self.model.max_positions:
             raise ValueError(

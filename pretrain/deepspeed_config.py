@@ -80,7 +80,8 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
                 "key 'optimizer.name': lamb does not run under ZeRO-3; set the stage to 0, 1 or 2, or use adamw"
             )
         merged.setdefault("zero_allow_untested_optimizer", True)
-    precision(config)
+    if precision(config) == "fp16":
+        merged["fp16"].setdefault("min_loss_scale", config.faults.min_loss_scale)
     return merged
 
 

@@ -10,10 +10,16 @@ weighted by W A / P, so that
 
 Its `scale_wrt_gas=False` is not used: where no other factor is applied to the loss (ZeRO 0 in fp32), the hook that the
 engine puts on the module's output divides by A all the same.
+
+What the host waits for in a step on CUDA: whether the step was applied. DeepSpeed reads its overflow flag to decide that, the
+next learning rate follows from it, and neither can wait. The stop flag was copied before the forward pass and has long
+arrived; gradient norm and sums stay on the device until a line of metrics is written.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import logging
 import math
 import os
@@ -31,13 +37,15 @@ from torch import nn
 
 from cluster.world import World
 from data_pipeline.records import Batch
-from pretrain.config import OptimizerConfig, TrainConfig
+from pretrain.config import TrainConfig
 from pretrain.deepspeed_config import deepspeed_config, precision, zero_stage
-from pretrain.lamb import Lamb
+from pretrain.host_copy import HostCopy
+from pretrain.optimizer import build_optimizer
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 import deepspeed
 import deepspeed.ops
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import safe_get_full_fp32_param
 
@@ -52,16 +60,21 @@ class StepResult:
 
     Attributes:
         applied: False where a gradient was not finite and the weights stayed as they were.
-        grad_norm: global L2 norm before clipping; inf where it was not finite.
+        norm: global L2 norm before clipping, perhaps still on the device; inf where it was not finite.
         sums: (8,) float64 on the device, this rank's part of `SUMS`; the two losses already divided by the global
             counts, so that their sum over ranks is the optimised loss.
         stop: some rank asked for a stop before this step.
     """
 
     applied: bool
-    grad_norm: float
+    norm: torch.Tensor | float
     sums: torch.Tensor
     stop: bool
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm on the host; waits for the device."""
+        return float(self.norm)
 
 
 class _Objective(nn.Module):
@@ -155,27 +168,34 @@ def on_rank_zero(action: Callable[[], T]) -> T:
     return result
 
 
-def build_optimizer(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW or LAMB over parameter groups that carry their own `weight_decay`.
+def on_every_rank(action: Callable[[], None]) -> None:
+    """Run `action` on every rank; where one fails, its error is raised on all, with the rank in front."""
+    failure: Exception | None = None
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - raised again below, on every rank
+        failure = error
+    for rank, found in enumerate(gather_objects(failure)):
+        if found is not None:
+            raise type(found)(f"rank {rank}: {found}")
 
-    AdamW is torch's fused kernel, on CPU and CUDA: one pass over a flat ZeRO partition, and nothing to compile at start.
 
-    The rate is 0 until the first `step` sets it: without ZeRO, DeepSpeed's half-precision wrapper takes a step with zero
-    gradients while it is built (0.19.8 runtime/fp16/unfused_optimizer.py), in which weight decay would move the weights.
+def to_universal(source: Path, target: Path) -> None:
+    """Write DeepSpeed's universal form of its checkpoint `source`: one file a parameter and moment, cut by no rank.
+
+    One process calls this. Its converter works in folders of one level below another: `target`'s parent must exist.
     """
-    plain = [{key: group[key] for key in ("params", "weight_decay")} for group in groups]
-    if config.name == "lamb":
-        return Lamb(
-            plain,
-            lr=0.0,
-            betas=config.betas,
-            eps=config.eps,
-            bias_correction=config.bias_correction,
-            adapt_undecayed=config.adapt_undecayed,
-            min_ratio=config.min_trust_ratio,
-            max_ratio=config.max_trust_ratio,
-        )
-    return torch.optim.AdamW(plain, lr=0.0, betas=config.betas, eps=config.eps, fused=True)
+    options = argparse.Namespace(
+        input_folder=str(source),
+        output_folder=str(target),
+        num_extract_workers=1,  # more would fork a process that holds communication threads
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        ds_to_universal.main(options)
 
 
 def seed_of(*numbers: int) -> int:
@@ -240,14 +260,16 @@ class TrainEngine:
         if len(micro_batches) != self.accumulation:
             raise ValueError(f"expected {self.accumulation} micro-batches a step, got {len(micro_batches)}")
         local = np.sum([_counts(batch) for batch in micro_batches], axis=0)
-        shared = torch.tensor([*local[:2], float(stop)], dtype=torch.float64, device=self.device)
+        shared = self._send([*local[:2], float(stop)])
         dist.all_reduce(shared)
+        asked = HostCopy(shared[2:])
         counts = shared[:2].clamp(min=1)
         weights = (self.world.size * self.accumulation / counts).float()
         self._set_rate(lr)
         self._engine.train()
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
-        applied, norm = True, 0.0
+        applied = True
+        norm: torch.Tensor | float = 0.0
         for micro, batch in enumerate(micro_batches):
             torch.manual_seed(seed_of(self.config.seed, number, self.world.rank, micro))
             loss, parts = self._engine(batch.to(self.device, non_blocking=True), weights)
@@ -258,25 +280,31 @@ class TrainEngine:
             else:
                 applied, norm = self._update()
         sums[:2] /= counts
-        counted = torch.tensor(local, dtype=torch.float64, device=self.device)
-        return StepResult(applied=applied, grad_norm=norm, sums=torch.cat([sums, counted]), stop=bool(shared[2] > 0))
+        return StepResult(
+            applied=applied, norm=norm, sums=torch.cat([sums, self._send(local)]), stop=asked.read()[0] > 0
+        )
 
-    def _update(self) -> tuple[bool, float]:
+    def _send(self, values: Sequence[float] | np.ndarray) -> torch.Tensor:
+        """Numbers as float64 on the device, without waiting for it."""
+        tensor = torch.as_tensor(values, dtype=torch.float64)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
+    def _update(self) -> tuple[bool, torch.Tensor | float]:
         """Clip and step at the end of accumulation; whether it was applied, and the norm before clipping."""
         engine = self._engine
         if self._plain:
             gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-            norm = float(torch.nn.utils.get_total_norm(gradients))
-            if not math.isfinite(norm):
+            total = torch.nn.utils.get_total_norm(gradients)
+            if not torch.isfinite(total):
                 engine.zero_grad()
                 engine.micro_steps += 1  # all that engine.step() would do for the next accumulation to begin
                 return False, math.inf
             engine.step()
-            return True, norm
+            return True, total
         engine.step()
         applied = not bool(getattr(engine.optimizer, "overflow", False))
-        norm = float(engine.get_global_grad_norm() or 0.0) if applied else math.inf
-        return applied, norm
+        norm = engine.get_global_grad_norm() if applied else math.inf
+        return applied, 0.0 if norm is None else norm
 
     def _set_rate(self, lr: float) -> None:
         for group in self._engine.optimizer.param_groups:
@@ -293,15 +321,27 @@ class TrainEngine:
         """Write DeepSpeed's own files below `folder/tag`; every rank calls this."""
         self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
 
-    def load(self, folder: Path, tag: str) -> None:
+    def load(self, folder: Path, tag: str, *, universal: bool = False) -> None:
         """Load what `save` wrote with the same number of ranks and the same ZeRO stage; every rank calls this.
+
+        Args:
+            folder: a checkpoint.
+            tag: the folder in it.
+            universal: it was made by `to_universal`; ranks and stage may differ, see `pretrain/snapshot.py`.
 
         Raises:
             RuntimeError: DeepSpeed found no checkpoint there.
         """
+        groups = self._engine.optimizer.param_groups
+        decays = [group["weight_decay"] for group in groups]
+        self._engine._config.load_universal_checkpoint = universal
         path, _ = self._engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
+        self._engine._config.load_universal_checkpoint = False
         if path is None:
             raise RuntimeError(f"{folder / tag}: DeepSpeed found no checkpoint to load")
+        # ZeRO-3's universal loader (0.19.8) gives every group the first one's settings.
+        for group, decay in zip(self._engine.optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
 
     def full_weights(self) -> dict[str, torch.Tensor]:
         """Every parameter and persistent buffer in fp32 on the CPU, named as in the model; every rank calls this.

@@ -1,16 +1,19 @@
 """`deepspeed pretrain/run.py --config configs/demo.toml [--set optimizer.lr=1e-4] [--dry-run]`: pretrain an encoder.
 
 The same command again continues the run in `run.dir` from its newest complete checkpoint. Exit codes: 0 complete, 2 wrong
-usage or configuration, 70 numbers that are no longer finite, 75 stopped by SIGTERM or SIGUSR1 with a checkpoint saved,
-anything else a crash.
+usage or configuration, 70 numbers that are no longer finite, 71 a rank made no progress, 75 stopped by a signal or the time
+budget with a checkpoint saved, anything else a crash. Signals, and what DeepSpeed's launcher makes of them: pretrain/stops.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
 _HERE = Path(__file__).resolve().parent
 # A script's own folder comes first on sys.path; here that would make every module of ours a top-level name.
@@ -24,6 +27,9 @@ from pretrain import checkpoint
 from pretrain.config import TrainConfig, load_config
 from pretrain.deepspeed_config import accumulation_steps, deepspeed_config
 from pretrain.stops import EXIT_DONE, EXIT_FAULT, EXIT_USAGE, StopRequest, TrainingFault
+
+_EXPECTED = (ConfigError, WorldError, checkpoint.CheckpointError, TrainingFault)
+"""Errors with one message for the user; raised before the process group exists, or on all ranks together."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,10 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"complete: {config.train.steps} steps, {done}; nothing to do", flush=True)
             return EXIT_DONE
         return _run(config, world, dry_run=options.dry_run)
-    except (ConfigError, WorldError, checkpoint.CheckpointError) as error:
-        return _report(error, EXIT_USAGE)
-    except TrainingFault as error:
-        return _report(error, EXIT_FAULT)
+    except _EXPECTED as error:
+        return _report(error, EXIT_FAULT if isinstance(error, TrainingFault) else EXIT_USAGE)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -66,15 +70,20 @@ def _run(config: TrainConfig, world: World, *, dry_run: bool) -> int:
         if world.rank == 0:
             print(_plan(config, world, data.index.examples, data.index.tokens), flush=True)
         return EXIT_DONE
-    stop = StopRequest()
+    stop = StopRequest(budget_seconds=3600 * config.run.max_hours)
     stop.listen()
     from pretrain.engine import stop_ranks  # ten seconds of imports: only now
     from pretrain.trainer import train
 
     try:
-        return train(config, world, data, stop)
-    finally:
+        code = train(config, world, data, stop)
+    except (
+        _EXPECTED
+    ):  # all ranks are here; after any other error some may not be, and leaving the group could wait for them
         stop_ranks()
+        raise
+    stop_ranks()
+    return code
 
 
 def _finished(config: TrainConfig) -> Path | None:
@@ -111,6 +120,14 @@ def _plan(config: TrainConfig, world: World, examples: int, tokens: int) -> str:
     return "\n".join(lines)
 
 
+def _crash() -> NoReturn:
+    """Say which rank failed and how, and end at once: the other ranks, or threads, may never come to an end."""
+    text = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()} failed:\n{traceback.format_exc()}"
+    sys.stdout.flush()
+    os.write(2, text.encode())  # one write: lines of several ranks do not mix
+    os._exit(1)
+
+
 def _report(error: Exception, code: int) -> int:
     """One rank says it; with several, all have the same to say."""
     if os.environ.get("RANK", "0") == "0":
@@ -119,4 +136,8 @@ def _report(error: Exception, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        exit_code = main()
+    except Exception:  # noqa: BLE001 - shown with its traceback
+        _crash()
+    sys.exit(exit_code)

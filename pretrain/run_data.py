@@ -7,10 +7,13 @@ from pathlib import Path
 
 from cluster.world import World
 from data_pipeline.block_codec import ShardError
+from data_pipeline.block_reader import MaskFunction
 from data_pipeline.config import ConfigError
-from data_pipeline.loader import Loader, build_loader, iter_validation
+from data_pipeline.loader import Loader, build_loader, dynamic_masks, iter_validation
+from data_pipeline.masking import masking_rule
 from data_pipeline.records import Batch
-from data_pipeline.shard_index import ShardIndex
+from data_pipeline.shard_index import ShardIndex, verify_shards
+from data_pipeline.tokenizer import TokenizerError, load_tokenizer
 from pretrain.config import TrainConfig
 
 _UNIGRAM_TOKENS = 2_000_000  # the frequencies of 8,000 to 50,000 entries are settled long before
@@ -69,8 +72,35 @@ class RunData:
         model = self._config.model.with_vocabulary(info.vocab_size, info.special_ids["pad"])
         return self._config.model_copy(update={"model": model})
 
-    def loader(self, world: World, state: dict[str, int] | None = None) -> Loader:
-        """This rank's training stream, from the start or from a stored state.
+    def verify_sample(self, world: World) -> None:
+        """Compare one shard's sha256 with the index, another one on every rank.
+
+        Raises:
+            ConfigError: its bytes are not those that were written.
+        """
+        try:
+            verify_shards(self.index, sample=1, seed=world.rank)
+        except (ShardError, OSError) as error:
+            raise ConfigError(str(error)) from error
+
+    def _mask_function(self) -> MaskFunction | None:
+        """What draws masks at load time, for data built with `data.mask_sets = 0`."""
+        info = self.index.info
+        if info.mask_sets:
+            return None
+        folder = Path(self._config.data.dir) / "tokenizer"
+        try:
+            tokenizer = load_tokenizer(folder)
+        except TokenizerError as error:
+            raise ConfigError(f"{error}\nmasks are drawn at load time and need the data's tokenizer") from error
+        if tokenizer.fingerprint != info.tokenizer:
+            raise ConfigError(
+                f"{folder}: not the tokenizer that {self._train_dir} was built with; build the data again"
+            )
+        return dynamic_masks(masking_rule(tokenizer, info.settings), self._config.seed)
+
+    def loader(self, world: World, state: dict[str, int] | None = None, *, pin_memory: bool = False) -> Loader:
+        """This rank's training stream, from the start or from a stored state; `pin_memory` for a GPU.
 
         Raises:
             ConfigError: the state belongs to another data set or seed.
@@ -85,6 +115,8 @@ class RunData:
                 world_size=world.size,
                 seed=self._config.seed,
                 state=state,
+                mask_fn=self._mask_function(),
+                pin_memory=pin_memory,
             )
         except ValueError as error:
             raise ConfigError(str(error)) from error

@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -104,11 +104,11 @@ def open_run(config: TrainConfig, *, tokenizer: str, data: str) -> RunFolder:
     return folder
 
 
-def changed_keys(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """`table.key: old -> new` for each setting that a resumed run changes and that affects training."""
+def changed_keys(stored: Mapping[str, Any], current: Mapping[str, Any], *, live: Collection[str] = _LIVE) -> list[str]:
+    """`table.key: old -> new` for each setting that differs; tables in `live` do not affect training and are left out."""
     lines = []
     for table in sorted(set(stored) | set(current)):
-        if table in _LIVE:
+        if table in live:
             continue
         old, new = stored.get(table), current.get(table)
         if isinstance(old, dict) and isinstance(new, dict):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,8 @@ class Progress:
     skipped: int = 0
     skipped_in_a_row: int = 0
     loader: dict[str, int] | None = None
+    validated: tuple[int, float] | None = None
+    """The last validated step and its held-out MLM loss."""
 
 
 def save(job: Job) -> Path:
@@ -61,7 +65,15 @@ def save(job: Job) -> Path:
 
     def finish() -> Path:
         written = checkpoint.publish(root, step, records)
-        checkpoint.retain(root, keep=job.config.checkpoint.keep, written=written, run_id=job.folder.run_id)
+        keep = job.config.checkpoint
+        checkpoint.retain(
+            root,
+            keep=keep.keep,
+            written=written,
+            run_id=job.folder.run_id,
+            pinned=keep.pinned,
+            keep_best=keep.keep_best,
+        )
         return written
 
     return engine.on_rank_zero(finish)
@@ -70,9 +82,11 @@ def save(job: Job) -> Path:
 def resume(trainer: engine.TrainEngine, root: Path, run_id: str, say: Callable[[str], None]) -> Progress:
     """Load the newest complete checkpoint of this run, or start at step 0 where there is none; every rank calls this.
 
+    Another number of ranks, and ZeRO 1 and 2 in exchange, go through DeepSpeed's universal checkpoint: weights, moments and
+    step count are kept, and the examples go on where they were, as the loader's position counts examples of all ranks.
+
     Raises:
-        ConfigError: the checkpoint was written on another number of ranks, at another ZeRO stage or in another
-            precision. Nothing is dropped and nothing starts over.
+        ConfigError: another ZeRO stage or precision that cannot be carried over. Nothing is dropped, nothing starts over.
     """
 
     def find() -> tuple[Path, checkpoint.TrainerState] | None:
@@ -83,19 +97,53 @@ def resume(trainer: engine.TrainEngine, root: Path, run_id: str, say: Callable[[
     if found is None:
         return Progress()
     folder, state = found
-    here = {"ranks": trainer.world.size, "ZeRO stage": trainer.stage, "precision": trainer.precision}
-    there = {"ranks": state.world_size, "ZeRO stage": state.zero_stage, "precision": state.precision}
-    differing = [f"{there[key]} {key} -> {here[key]}" for key in here if here[key] != there[key]]
-    if differing:
-        raise ConfigError(
-            f"{folder}: cannot be continued here: {', '.join(differing)}; the optimizer's state would be lost. "
-            f"Go on with {state.world_size} ranks, ZeRO stage {state.zero_stage} and {state.precision}"
-        )
-    trainer.load(folder, checkpoint.ENGINE_TAG)
-    say(f"resumed from {folder}")
+    reason = why_not(state, stage=trainer.stage, precision=trainer.precision, optimizer=trainer.config.optimizer.name)
+    if reason:
+        raise ConfigError(f"{folder}: cannot be continued here: {reason}")
+    there, here = (state.world_size, state.zero_stage), (trainer.world.size, trainer.stage)
+    if there == here or trainer.stage == 0:  # without ZeRO every rank holds, and the checkpoint has, everything once
+        trainer.load(folder, checkpoint.ENGINE_TAG)
+        say(f"resumed from {folder}")
+    else:
+        with _universal(folder) as converted:
+            trainer.load(converted, checkpoint.ENGINE_TAG, universal=True)
+        say(f"resumed from {folder}: {there[0]} ranks and ZeRO {there[1]} -> {here[0]} ranks and ZeRO {here[1]}")
     return Progress(
         step=state.step, skipped=state.skipped_steps, skipped_in_a_row=state.skipped_in_a_row, loader=state.loader
     )
+
+
+def why_not(state: checkpoint.TrainerState, *, stage: int, precision: str, optimizer: str) -> str:
+    """The reason why a checkpoint's optimizer state cannot be carried over to these settings; empty where it can."""
+    old = state.config.get("optimizer", {}).get("name", optimizer)
+    if old != optimizer:
+        return f"optimizer.name {old} -> {optimizer}: their states mean different things; go on with {old}"
+    if state.precision != precision:
+        return (
+            f"precision {state.precision} -> {precision}: DeepSpeed stores weights and masters differently; "
+            f"go on with {state.precision}"
+        )
+    if state.zero_stage != stage and not {state.zero_stage, stage} <= {1, 2}:
+        return (
+            f"ZeRO stage {state.zero_stage} -> {stage}: DeepSpeed's universal checkpoint converts between stages 1 and 2 "
+            f"only, and the optimizer's state would be lost; go on with stage {state.zero_stage}, on any number of ranks"
+        )
+    return ""
+
+
+@contextlib.contextmanager
+def _universal(folder: Path) -> Iterator[Path]:
+    """The universal form of a checkpoint's engine files, beside the checkpoint while all ranks read it."""
+    converted = folder.parent / f"universal-{folder.name}{checkpoint.TEMPORARY}"
+
+    def convert() -> None:
+        shutil.rmtree(converted, ignore_errors=True)
+        converted.mkdir()
+        engine.to_universal(folder / checkpoint.ENGINE_TAG, converted / checkpoint.ENGINE_TAG)
+
+    engine.on_rank_zero(convert)
+    yield converted
+    engine.on_rank_zero(lambda: shutil.rmtree(converted))
 
 
 def _state(job: Job) -> checkpoint.TrainerState:
@@ -114,4 +162,11 @@ def _state(job: Job) -> checkpoint.TrainerState:
         git=record["git"],
         config=record["config"],
         mlflow_run_id=record.get("mlflow_run_id", ""),
+        held_out_loss=_held_out_loss(progress),
     )
+
+
+def _held_out_loss(progress: Progress) -> float | None:
+    """The loss of this very step, where it was validated and is a number."""
+    step, loss = progress.validated or (-1, math.nan)
+    return loss if step == progress.step and math.isfinite(loss) else None

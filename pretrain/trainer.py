@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 from cluster.world import World
+from data_pipeline.records import Batch
 from pretrain import checkpoint, engine
 from pretrain.config import TrainConfig
 from pretrain.job import Job, prepare
@@ -37,8 +39,9 @@ def train(config: TrainConfig, world: World, data: RunData, stop: StopRequest) -
     job = prepare(config, world, data, stop, device)
     status = "FAILED"
     try:
-        with job.display:
+        with job.display, job.watchdog:
             code = _loop(job, Meter(job.engine, device_peak(device, job.engine.precision)))
+        stop.leave()
         status = "FINISHED" if code == EXIT_DONE else "KILLED"
         return code
     finally:
@@ -48,9 +51,10 @@ def train(config: TrainConfig, world: World, data: RunData, stop: StopRequest) -
 def _loop(job: Job, meter: Meter) -> int:
     config, progress = job.config, job.progress
     total = config.train.steps
-    loader = job.data.loader(job.world, progress.loader)
+    loader = job.data.loader(job.world, progress.loader, pin_memory=job.engine.device.type == "cuda")
     with loader:
         while progress.step < total:
+            job.watchdog.beat(f"reading the examples of step {progress.step + 1}")
             asked = time.perf_counter()
             micro_batches = next(loader)
             waited = time.perf_counter() - asked
@@ -60,6 +64,7 @@ def _loop(job: Job, meter: Meter) -> int:
             lr = learning_rate(
                 step - progress.skipped, peak=config.optimizer.lr, total_steps=total, schedule=config.schedule
             )
+            job.watchdog.beat(f"in step {step}")
             result = job.engine.step(micro_batches, number=step, lr=lr, stop=job.stop.wanted)
             _count_skips(job, result.applied)
             meter.add(result, waited=waited)
@@ -69,18 +74,33 @@ def _loop(job: Job, meter: Meter) -> int:
                 job.write(meter.record(step=step, lr=job.engine.rates()[0], skipped_steps=progress.skipped))
             begin = time.perf_counter()
             if not result.stop and config.validation.every and (step % config.validation.every == 0 or last):
-                found = validate_model(job.engine, job.data.held_out_batches(job.world))
+                found = validate_model(job.engine, _watched(job, job.data.held_out_batches(job.world)))
+                progress.validated = (step, found["mlm_loss"])
                 job.write({"kind": "validation", "step": step, "time": time.time(), **found})
-            if step % config.checkpoint.every == 0 or last or result.stop:
+            if step % config.checkpoint.every == 0 or last or result.stop or step in config.checkpoint.pinned:
+                job.watchdog.beat(f"saving step {step}")
                 save(job)
             meter.exclude(time.perf_counter() - begin)
             if result.stop and not last:
                 job.display.say(
-                    f"stopped after step {step}/{total}, checkpoint saved; the same command goes on from there"
+                    f"stopped after step {step}/{total}{_because(job)}, checkpoint saved; the same command goes on "
+                    "from there"
                 )
                 return EXIT_STOPPED
     job.display.say(f"complete: {total} steps, {job.folder.checkpoints / checkpoint.step_name(total)}")
     return EXIT_DONE
+
+
+def _watched(job: Job, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Each held-out batch is progress."""
+    for batch in batches:
+        job.watchdog.beat(f"validating step {job.progress.step}")
+        yield batch
+
+
+def _because(job: Job) -> str:
+    """The reason of the stop, where it is known on this rank."""
+    return f" ({job.stop.reason})" if job.stop.reason else ""
 
 
 def _count_skips(job: Job, applied: bool) -> None:

@@ -1,0 +1,80 @@
+"""All ranks run the same thing: settings, code, data and libraries compared before anything is built (R41)."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.config import ConfigError
+from pretrain import engine
+from pretrain.config import TrainConfig
+from pretrain.run_folder import changed_keys, versions
+
+_PACKAGES = ("pretrain", "data_pipeline", "cluster")
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What one rank is about to run."""
+
+    host: str
+    config: dict[str, Any]
+    code: str
+    """sha256 of our source files."""
+    vocabulary: str
+    data: str
+    versions: dict[str, str]
+
+
+def code_fingerprint(root: Path = _ROOT) -> str:
+    """sha256 over the names and bytes of this program's Python files: it also sees what no commit holds."""
+    digest = hashlib.sha256()
+    for package in _PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def require_agreement(config: TrainConfig, *, vocabulary: str, data: str) -> None:
+    """Compare this rank's settings, code, vocabulary, data and libraries with rank 0's; every rank calls this.
+
+    Raises:
+        ConfigError: on every rank, naming the first rank that differs and in what.
+    """
+    mine = Facts(
+        host=socket.gethostname(),
+        config=config.as_tree(),
+        code=code_fingerprint(),
+        vocabulary=vocabulary,
+        data=data,
+        versions=versions(),
+    )
+    problem = first_difference(engine.gather_objects(mine))
+    if problem:
+        raise ConfigError(problem)
+
+
+def first_difference(ranks: Sequence[Facts]) -> str:
+    """What the first rank that differs from rank 0 has otherwise; empty where all agree."""
+    first = ranks[0]
+    for rank, other in enumerate(ranks):
+        lines = changed_keys(first.config, other.config, live=())
+        lines += [
+            f"{name}: {getattr(first, name)[:12]} -> {getattr(other, name)[:12]}"
+            for name in ("code", "vocabulary", "data")
+            if getattr(first, name) != getattr(other, name)
+        ]
+        lines += changed_keys({"version of": first.versions}, {"version of": other.versions}, live=())
+        if lines:
+            changes = "\n".join(f"  {line}" for line in lines)
+            return (
+                f"rank {rank} on {other.host} does not run what rank 0 on {first.host} runs:\n{changes}\n"
+                "give every node the same code, environment and data, and every rank the same command line"
+            )
+    return ""
