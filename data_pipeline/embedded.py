@@ -1,7 +1,7 @@
 """The embedded corpus: English prose that every Python installation already carries.
 
 Documentation strings of the standard library and of installed packages, and the language reference in
-`pydoc_data.topics`, read with `ast`: nothing is imported. One document is one module or one topic. The same installed
+`pydoc_data.topics`, read as text: nothing is imported. One document is one module or one topic. The same installed
 versions give the same documents in the same order.
 """
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
+import email.message
+import json.decoder
+import textwrap
+import unittest.mock
 from collections import Counter
 from pathlib import Path
 
@@ -57,11 +63,23 @@ def test_docstrings_in_source_order_without_importing():
         b'"""M."""\nraise SystemExit\nclass A:\n  """A."""\n  def f(self):\n    """f."""\nasync def g():\n  """g."""\n'
     )
     assert list(docstrings(source)) == ["M.", "A.", "f.", "g."]
+    source = b'#!x\n\n# c\n\'M\\\'s.\'\nx = """no"""\ndef f(\n  a: int,\n) -> str:  # c\n  # c\n  r"""\\f.\n\n    g "" h.\n  """\n'
+    assert list(docstrings(source)) == ["M's.", '\\f.\n\ng "" h.']
+
+
+def test_docstrings_are_those_of_ast():
+    """On real modules of the standard library."""
+    for module in (argparse, email.message, json.decoder, textwrap, unittest.mock):
+        source = Path(module.__file__).read_bytes()
+        owners = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, owners)]
+        expected = [text for text in map(ast.get_docstring, nodes) if text]
+        assert sorted(docstrings(source)) == sorted(expected) and expected
 
 
 def test_unreadable_modules_are_counted(tmp_path):
     path = tmp_path / "old.py"
-    path.write_text("print 'python 2'")
+    path.write_bytes(b'"""Caf\xe9."""')
     assert module_prose(path, "p/old") == ([], Counter({"dropped:unreadable_module": 1}))
 
 
