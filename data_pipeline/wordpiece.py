@@ -43,6 +43,7 @@ CJK = re.compile(
 )
 _LONG_TEXT = 8192
 _LONG_RUN = re.compile(r"(?:\S|[\x1c-\x1f\x85]){500}")
+_ASCII = bytes(range(128))
 _UNUSED = re.compile(r"\[unused\d+\]")
 # Separators 0x1c-0x1f and 0x85 are white space to `re` but deleted by BERT, so they join what stands around them. A
 # character lower-cases to three at most, hence a third of the limit.
@@ -156,7 +157,7 @@ class WordPieceTokenizer:
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Ids of all texts end to end, see `Tokenizer`."""
         texts = list(texts)
-        slow = [i for i, text in enumerate(texts) if self._needs_reference(text)]
+        slow = self._for_reference(texts)
         prepared = texts if self._native else [self._normalise(text) for text in texts]
         if slow:
             return self._encode_mixed(texts, prepared, slow)
@@ -166,20 +167,32 @@ class WordPieceTokenizer:
             return self.encode_flat([without_surrogates(text) for text in texts])
         return ids.astype(np.int32), lengths.astype(np.int64)
 
-    def _needs_reference(self, text: str) -> bool:
-        """Whether tokie's ids could differ from those of `tokenizers`, as found by the differential tests.
+    def _for_reference(self, texts: list[str]) -> list[int]:
+        """The texts for which tokie's ids could differ from those of `tokenizers`, as found by the differential tests.
 
         tokie 0.1.4 cuts texts of about 64 kB and more into chunks to encode them in parallel, inside a word where it
         finds no other place; its Unicode tables are older; it always splits CJK; and it drops the end of a word that
         begins a longer entry where not even its first character is an entry.
+
+        Looking at every text by itself would take as long as encoding it: first all are looked at together.
         """
+        together = "".join(texts)
+        others = together.encode("utf-8", "replace").translate(None, _ASCII).decode("utf-8")
+        characters = "".join({*others}) + ("\x7f" if "\x7f" in together else "")
+        odd = set(GAPS.findall(characters))
+        if not self.flags.split_cjk:
+            odd.update(CJK.findall(characters))
+        long = max(map(len, texts), default=0) > _LONG_TEXT
+        if not odd and not long and self._orphans is None:
+            return []
+        return [i for i, text in enumerate(texts) if self._needs_reference(text, odd)]
+
+    def _needs_reference(self, text: str, odd: set[str]) -> bool:
         if self._orphans is not None and self._orphans.search(self._normalise(without_surrogates(text))):
             return True
         if len(text) > _LONG_TEXT and _LONG_RUN.search(text):
             return True
-        if text.isascii():
-            return "\x7f" in text
-        return GAPS.search(text) is not None or (not self.flags.split_cjk and CJK.search(text) is not None)
+        return bool(odd) and not odd.isdisjoint(text)
 
     def _normalise(self, text: str) -> str:
         if text.isascii():
