@@ -2,7 +2,9 @@
 
 Same weights, same examples, same masked positions, same optimizer (torch's fused AdamW), fp32, dropout as in the paper,
 forward + backward + update. The peer is run as its users run it: ids, attention mask, segments and labels padded to the
-longest row of the batch, -100 where nothing is predicted. The two alternate, and each keeps its best time for each of three batches.
+longest row of the batch, -100 where nothing is predicted. The two alternate, and each keeps its best time for each of
+three batches. Pairs come from shards of the embedded corpus; lengths as MRPC has them, and everything with `--quick`,
+are made up.
 
     python benchmarks/train_step.py [--quick] [--preset bert-base] [--length 512] [--shape pairs|mrpc]
 """
@@ -15,11 +17,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
-from measure import machine, report
+from measure import ROOT, machine, report
 
+from data_pipeline.loader import build_loader
 from data_pipeline.records import Batch
 from pretrain.encoder import BertForPreTraining
 from pretrain.hf_config import to_hf_config
@@ -125,15 +129,34 @@ def peer_step(config: EncoderConfig, batches: list[Batch]) -> Callable[[int], fl
     return step
 
 
-def matmul_peak(width: int, tokens: int) -> float:
-    """FLOP/s of the feed-forward product, the largest of the layer: the yardstick for the share of peak."""
-    x, weight = torch.randn(tokens, width), torch.randn(4 * width, width)
-    best = float("inf")
-    for _ in range(8):
-        begin = time.perf_counter()
-        torch.nn.functional.linear(x, weight)
-        best = min(best, time.perf_counter() - begin)
-    return 8 * tokens * width * width / best
+def product_shapes(config: EncoderConfig, batch: Batch) -> list[tuple[int, int, int, int]]:
+    """(times, rows, inner, columns) of the weight products of one forward pass: layers, head transform, vocabulary."""
+    width, inner, tokens, predictions = config.hidden, config.intermediate, batch.tokens, len(batch.mask_labels_P)
+    layer = [(tokens, width, 3 * width), (tokens, width, width), (tokens, width, inner), (tokens, inner, width)]
+    head = [(1, predictions, width, width), (1, predictions, width, config.padded_vocab_size)]
+    return [(config.layers, *shape) for shape in layer] + head
+
+
+class ProductClock:
+    """Best time of each product of a step alone: forward, gradient of the input, gradient of the weight."""
+
+    def __init__(self, config: EncoderConfig, batch: Batch) -> None:
+        self._cases = []
+        for times, rows, inner, columns in product_shapes(config, batch):
+            x, weight, out = torch.randn(rows, inner), torch.randn(columns, inner), torch.randn(rows, columns)
+            pairs = ((x, weight.t()), (out, weight), (out.t(), x))
+            self._cases += [[times, 2 * rows * inner * columns, left, right, float("inf")] for left, right in pairs]
+
+    def measure(self) -> None:
+        """One round over all products."""
+        for case in self._cases:
+            begin = time.perf_counter()
+            torch.mm(case[2], case[3])
+            case[4] = min(case[4], time.perf_counter() - begin)
+
+    def peak(self) -> float:
+        """FLOP/s over all products of a step."""
+        return sum(case[0] * case[1] for case in self._cases) / sum(case[0] * case[4] for case in self._cases)
 
 
 def step_flops(config: EncoderConfig, batch: Batch) -> float:
@@ -143,6 +166,17 @@ def step_flops(config: EncoderConfig, batch: Batch) -> float:
     layer = 2 * batch.tokens * (4 * width * width + 2 * width * inner) + 4 * width * float((lengths**2).sum())
     head = 2 * len(batch.mask_labels_P) * (width * width + width * config.vocab_size)
     return 3 * (config.layers * layer + head)
+
+
+def shard_batches(length: int, examples: int, folder: Path) -> list[Batch]:
+    """Three batches from shards of the embedded corpus with examples up to `length`, built at the first call."""
+    if not (folder / "train" / "index.json").is_file():
+        settings = {"data.dir": folder, "data.max_seq_length": length, "corpus.max_megabytes": 3}
+        overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        config = ["--config", str(ROOT / "configs" / "demo.toml"), *overrides]
+        subprocess.run([sys.executable, "-m", "data_pipeline.build", *config], check=True, cwd=ROOT, stdout=sys.stderr)
+    with build_loader(folder / "train", global_batch=examples, micro_batch=examples) as loader:
+        return [next(loader)[0] for _ in range(3)]
 
 
 def peak_megabytes(arguments: list[str], side: str) -> float:
@@ -160,13 +194,20 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=0)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--shape", choices=["pairs", "mrpc"], default="pairs")
+    parser.add_argument(
+        "--data", type=Path, help="data folder for pairs; default: runs/bench/data-LENGTH, built if absent"
+    )
     parser.add_argument("--memory-of", choices=["ours", "peer"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.preset = options.preset or ("bert-tiny" if options.quick else "bert-mini")
     examples = options.examples or (8 if options.quick else 32)
     steps = options.steps or (3 if options.quick else 12)
     config = load_encoder_config({"preset": options.preset, "vocab_size": VOCABULARY})
-    batches = [make_batch(options.shape, examples, options.length, seed) for seed in range(3)]
+    made = options.quick or options.shape == "mrpc"
+    if made:
+        batches = [make_batch(options.shape, examples, options.length, seed) for seed in range(3)]
+    else:
+        batches = shard_batches(options.length, examples, options.data or ROOT / f"runs/bench/data-{options.length}")
     if options.memory_of:
         step = our_step(config, batches)[1] if options.memory_of == "ours" else peer_step(config, batches)
         for number in range(3):
@@ -174,8 +215,10 @@ def main() -> None:
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
         return
     sides = {"ours": our_step(config, batches)[1], "peer": peer_step(config, batches)}
+    clock = ProductClock(config, batches[0])
     times: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(steps + 1):
+        clock.measure()
         for name, step in sides.items():
             begin = time.perf_counter()
             step(0 if number == 0 else number - 1)
@@ -185,12 +228,12 @@ def main() -> None:
     for name, taken in times.items():
         best = [min(taken[first :: len(batches)]) for first in range(len(batches)) if taken[first :: len(batches)]]
         rates[name] = sum(batch.tokens for batch in batches[: len(best)]) / sum(best)
-    share = (
-        step_flops(config, batches[0])
-        / min(times["ours"][:: len(batches)])
-        / matmul_peak(config.hidden, batches[0].tokens)
+    speed = step_flops(config, batches[0]) / min(times["ours"][:: len(batches)])
+    source = "made-up batches" if made else "batches from shards"
+    real = np.mean([batch.tokens / batch.examples for batch in batches])
+    print(
+        f"{options.preset}, {examples} examples to {options.length} tokens ({real:.0f} on average), {source}; {machine()}"
     )
-    print(f"{options.preset}, {examples} examples to {options.length} tokens, {options.shape}; {machine()}")
     memory = {}
     if not options.quick:
         arguments = ["--preset", options.preset, "--length", str(options.length), "--shape", options.shape]
@@ -198,7 +241,10 @@ def main() -> None:
     for name in sides:
         peak = f"peak memory {memory[name]:,.0f} MB" if memory else "peak memory: in the full form only"
         print(f"  {name}: {rates[name]:,.0f} real tokens/s, {peak}")
-    print(f"  share of the matrix-product peak on the layer's shapes: {share:.0%}")
+    print(
+        f"  {speed / 1e9:.0f} GFLOP/s in matrix products of the step, {clock.peak() / 1e9:.0f} in the same products alone: "
+        f"{speed / clock.peak():.0%} of the peak"
+    )
     goal = GOALS.get((options.preset, options.shape), 1.2)
     name = f"train_step.{options.preset}.{options.shape}{options.length}"
     report(name, rates["ours"], "real tokens/s", rates["peer"], goal)

@@ -158,9 +158,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
         scale, (grad_hidden, grad_weight, grad_bias) = gradients[0], ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
         return (
-            grad_hidden * scale.to(grad_hidden.dtype),
-            (grad_weight * scale).to(weight_dtype),
-            (grad_bias * scale).to(bias_dtype),
+            grad_hidden.mul_(scale.to(grad_hidden.dtype)),
+            grad_weight.mul_(scale).to(weight_dtype),
+            grad_bias.mul_(scale).to(bias_dtype),
             None,
             None,
             None,

@@ -66,10 +66,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         scale, (grad_hidden, grad_weight, grad_bias) = gradients[0], ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
+        # In place: a second table in memory would be the largest tensor of the step. A second backward pass over the
+        # same graph is refused by autograd, which sees that saved tensors have changed.
         return (
-            grad_hidden * scale.to(grad_hidden.dtype),
-            (grad_weight * scale).to(weight_dtype),
-            (grad_bias * scale).to(bias_dtype),
+            grad_hidden.mul_(scale.to(grad_hidden.dtype)),
+            grad_weight.mul_(scale).to(weight_dtype),
+            grad_bias.mul_(scale).to(bias_dtype),
             None,
             None,
             None,
