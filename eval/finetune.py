@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from data_pipeline.order import permutation
+from eval.feature_model import FeatureModel
 from eval.model import TaskModel
 from eval.packing import build_batch
 from eval.problems import Problem
@@ -35,7 +36,7 @@ class Finetuned:
         diverged_at: the step with the first non-finite loss, where training stopped; None if there was none.
     """
 
-    model: TaskModel
+    model: TaskModel | FeatureModel
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
     examples_per_second: float = 0.0
@@ -62,6 +63,7 @@ def finetune(
     seed: int,
     device: torch.device | str = "cpu",
     label: str = "fine-tuning",
+    features: str = "",
 ) -> Finetuned:
     """Train an encoder and a new head on a problem.
 
@@ -75,9 +77,18 @@ def finetune(
         seed: any non-negative number.
         device: where to compute.
         label: in front of the progress bar, which is shown on a terminal only.
+        features: train a BiLSTM on these states of the frozen encoder instead, see `FeatureModel`.
+
+    Raises:
+        TaskError: features that the encoder does not have.
     """
     torch.manual_seed(seed)
-    model = TaskModel(encoder, problem.outputs, per_token=problem.per_token).to(device).train()
+    model: TaskModel | FeatureModel = (
+        FeatureModel(encoder, problem.outputs, features)
+        if features
+        else TaskModel(encoder, problem.outputs, per_token=problem.per_token)
+    )
+    model.to(device).train()
     optimizer = torch.optim.AdamW(
         parameter_groups(model, recipe.weight_decay), lr=recipe.learning_rate, eps=1e-6, fused=True
     )

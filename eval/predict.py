@@ -6,6 +6,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from eval.feature_model import FeatureModel
 from eval.model import TaskModel
 from eval.packing import build_batch, ranges, token_budget_batches
 from eval.problems import Problem
@@ -15,7 +16,7 @@ TOKENS_PER_BATCH = 8192
 
 
 @torch.inference_mode()
-def predict(model: TaskModel, problem: Problem, *, tokens: int = TOKENS_PER_BATCH) -> np.ndarray:
+def predict(model: TaskModel | FeatureModel, problem: Problem, *, tokens: int = TOKENS_PER_BATCH) -> np.ndarray:
     """Logits of every row of the problem, in its order.
 
     Where a process group is up, each rank computes its share of the rows and all get the whole.

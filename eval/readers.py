@@ -64,13 +64,13 @@ class Examples:
         )
 
 
-def find_file(data: Path, task: Task, name: str) -> Path:
-    """The file of a task: `DATA/FOLDER/NAME` or `DATA/glue/FOLDER/NAME`, as it is or with `.gz`.
+def find_file(data: Path, task: Task, *names: str) -> Path:
+    """The file of a task: `DATA/FOLDER/NAME` or `DATA/glue/FOLDER/NAME`, as it is or with `.gz`; the first name found.
 
     Raises:
         ReadError: none of them exists; all places looked at are named.
     """
-    places = [base / task.folder / name for base in (data, data / "glue")]
+    places = [base / task.folder / name for name in names for base in (data, data / "glue")]
     for place in places:
         for path in (place, place.with_name(place.name + ".gz")):
             if path.is_file():

@@ -11,7 +11,7 @@ from typing import Any
 
 from eval.tasks import TASKS, Task, TaskError, select_tasks
 
-_OVERRIDES = ("epochs", "batch_size", "learning_rate", "max_length")
+_OVERRIDES = ("epochs", "batch_size", "learning_rate", "max_length", "stride")
 
 
 def _task_lines() -> str:
@@ -51,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, help="instead of the task's recipe")
     parser.add_argument("--learning-rate", type=float, help="instead of the task's recipe")
     parser.add_argument("--max-length", type=int, help="tokens per example, instead of the task's recipe")
+    parser.add_argument("--stride", type=int, help="tokens that two windows of a SQuAD context share (default 128)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one")
     parser.add_argument("--dry-run", action="store_true", help="read the data, say what would run, train nothing")
     return parser
@@ -100,11 +101,11 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _describe(tasks: Sequence[Task], plan: Any, model: Path) -> None:
-    from eval.suite import read_task
+    from eval.task_data import read_task
 
     print(f"model {model}, data {plan.data}, output {plan.output}; nothing is trained")
     for task in tasks:
-        data, recipe = read_task(task, plan), plan.recipe(task)
+        data, recipe = read_task(task, plan.data, plan.max_train_examples), plan.recipe(task)
         scored = ", ".join(f"{name} {len(examples)}" for name, examples in data.scored.items())
         steps = -(-len(data.train) // recipe.batch_size) * recipe.epochs
         print(

@@ -1,4 +1,4 @@
-"""`python -m eval.score squad|glue ...`: score prediction files made elsewhere, printing JSON with the official keys."""
+"""`python -m eval.score squad|glue|conll ...`: score prediction files made elsewhere, printing JSON with the official keys."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from eval.conll_data import read_conll, score_tags
 from eval.metrics import compute
 from eval.readers import Examples, ReadError, read_bytes, read_split
 from eval.squad_data import read_squad
@@ -64,6 +65,24 @@ def score_glue(task: Task, data: Path, predictions: Path, split: str = "") -> di
         | {"total": len(gold)}
         | {f"{name}_undefined": score.undefined for name, score in scores.items() if score.undefined}
     )
+
+
+def score_conll(gold: Path, predictions: Path) -> dict[str, float]:
+    """Entity precision, recall and F1 as fractions, over all kinds and for each, as the official `conlleval` counts.
+
+    Both files have one word a line, the tag in the last column, in IOB1 or IOB2.
+
+    Raises:
+        ReadError: a file is missing or not usable, or the two do not have the same sentences.
+    """
+    wanted, given = read_conll(gold), read_conll(predictions)
+    if len(wanted) != len(given):
+        raise ReadError(f"{predictions}: {len(given)} sentences, expected {len(wanted)} as in {gold}")
+    for number, (ours, theirs) in enumerate(zip(wanted.words, given.words, strict=True), 1):
+        if ours != theirs:
+            raise ReadError(f"{predictions}: sentence {number} is not the gold file's ({theirs[:6]}, {ours[:6]})")
+    scores, details = score_tags(wanted.tags, given.tags)
+    return {name: float(score.value or 0.0) for name, score in scores.items()} | details
 
 
 def _label(text: str, task: Task, gold: Examples, path: Path) -> float:
@@ -124,9 +143,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     glue.add_argument("data", type=Path, help="folder with the task's folder, as for eval.run")
     glue.add_argument("predictions", type=Path, help="TSV: index and prediction")
     glue.add_argument("--split", default="", help="labelled split to score against (default: the first dev split)")
+    conll = kinds.add_parser("conll", help="CoNLL-2003 and other files of one word and tag a line")
+    conll.add_argument("gold", type=Path, help="file with the right tags in the last column, .gz accepted")
+    conll.add_argument("predictions", type=Path, help="the same words with predicted tags in the last column")
     options = parser.parse_args(arguments)
     try:
-        if options.kind == "squad":
+        if options.kind == "conll":
+            scores: dict[str, Any] = score_conll(options.gold, options.predictions)
+        elif options.kind == "squad":
             scores = score_squad(options.data, options.predictions, options.na_prob, options.na_prob_thresh)
         else:
             (task,) = select_tasks([options.task])[:1]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from eval.readers import ReadError, read_bytes
 from eval.squad_metrics import Question
@@ -52,6 +54,19 @@ class SquadData:
     articles: int
     misplaced: list[str] = field(default_factory=list)
     sha256: str = ""
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @property
+    def malformed(self) -> dict[str, int]:
+        """What the reader complains about, by reason."""
+        return {"answer not at its offset": len(self.misplaced)} if self.misplaced else {}
+
+    def take(self, rows: np.ndarray) -> SquadData:
+        """The questions at these rows, in this order."""
+        examples = [self.examples[row] for row in rows]
+        return replace(self, examples=examples, misplaced=[example.id for example in examples if example.misplaced])
 
     def questions(self) -> list[Question]:
         """What the metric needs."""

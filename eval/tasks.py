@@ -8,111 +8,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
 
-HeadKind = Literal["classification", "regression", "span", "choice", "tagging"]
-
-
-class TaskError(ValueError):
-    """A task that cannot be run as asked; the message says what was expected."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
-    """How a task is fine-tuned.
-
-    Attributes:
-        batch_size: examples per optimizer step.
-        learning_rate: peak of the linear schedule.
-        epochs: passes over the training examples.
-        max_length: tokens per example, specials included; longer ones are truncated (span tasks: windows).
-        warmup: share of all steps in which the rate rises linearly.
-        weight_decay: AdamW's, on weight matrices only.
-        clip: largest global gradient norm.
-        stride: span tasks only: tokens by which two windows of one document overlap.
-    """
-
-    batch_size: int = 32
-    learning_rate: float = 3e-5
-    epochs: int = 3
-    max_length: int = 128
-    warmup: float = 0.1
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    stride: int = 128
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "learning_rate", "epochs", "max_length", "clip"):
-            if getattr(self, name) <= 0:
-                raise TaskError(f"recipe: {name} must be above 0, got {getattr(self, name)}")
-        if not 0 <= self.warmup < 1:
-            raise TaskError(f"recipe: warmup is a share of the steps in [0, 1), got {self.warmup}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Split:
-    """One file of a task.
-
-    Attributes:
-        file: name below the task's folder; `NAME.gz` is accepted too.
-        columns: names for a file without header; empty: the first row is the header.
-        renamed: the task's column name -> this file's, where they differ.
-        labelled: False for official test files.
-        extra_columns: rows may have more fields than `columns` (ignored).
-    """
-
-    file: str
-    columns: tuple[str, ...] = ()
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    labelled: bool = True
-    extra_columns: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """One row.
-
-    Attributes:
-        name: as given on the command line.
-        folder: below the data folder.
-        splits: by name; `train` is trained on, every one in `dev_splits` is scored.
-        text_columns: one or two columns (or keys) with the text.
-        label_column: the gold label or score.
-        labels: label names in the order of their ids: the one documented order, used where a model names none.
-        label_values: the same labels as the files spell them; empty: as `labels`.
-        labels_file: a file in the task's folder with one label name a line, for tasks whose labels depend on the data.
-        metrics: the first one is the headline.
-        grid: learning rates that the paper searched on the dev set.
-        train_task: the task whose training set is used, where this one has none.
-        version: raised whenever scores stop being comparable.
-        about: one line for the help text.
-    """
-
-    name: str
-    folder: str
-    head: HeadKind
-    splits: Mapping[str, Split]
-    text_columns: tuple[str, ...]
-    label_column: str
-    metrics: tuple[str, ...]
-    dev_splits: tuple[str, ...] = ("dev",)
-    labels: tuple[str, ...] = ()
-    label_values: tuple[str, ...] = ()
-    labels_file: str = ""
-    reader: Literal["tsv", "squad", "swag", "conll", "arc"] = "tsv"
-    recipe: Recipe = Recipe()
-    grid: tuple[float, ...] = (5e-5, 4e-5, 3e-5, 2e-5)
-    train_task: str = ""
-    version: int = 1
-    about: str = ""
-
-    def __post_init__(self) -> None:
-        if self.label_values and len(self.label_values) != len(self.labels):
-            raise TaskError(f"task {self.name}: {len(self.labels)} labels but {len(self.label_values)} label_values")
-        missing = [name for name in self.dev_splits if name not in self.splits]
-        if missing:
-            raise TaskError(f"task {self.name}: dev_splits {missing} are no splits; known: {sorted(self.splits)}")
+from eval.task import Recipe, Split, Task, TaskError
 
 
 def _tsv(train: str = "train.tsv", dev: str = "dev.tsv", test: str = "test.tsv") -> dict[str, Split]:
@@ -124,6 +21,117 @@ _COLA_COLUMNS = ("source", "label", "star", "sentence")
 _QQP_COLUMNS = ("id", "qid1", "qid2", "question1", "question2", "is_duplicate")
 _STS_COLUMNS = ("genre", "filename", "year", "old_index", "score", "sentence1", "sentence2")
 _NLI = ("entailment", "neutral", "contradiction")
+
+
+def _squad(name: str, train: str, dev: Split, metrics: tuple[str, ...], recipe: Recipe, about: str) -> Task:
+    return Task(
+        name=name,
+        folder="squad",
+        head="span",
+        reader="squad",
+        splits={"train": Split(file=train), "dev": dev},
+        text_columns=("question", "context"),
+        label_column="answers",
+        metrics=metrics,
+        recipe=recipe,
+        grid=(5e-5, 3e-5, 2e-5),
+        about=about,
+    )
+
+
+_SQUAD_1 = Recipe(batch_size=32, learning_rate=5e-5, epochs=3, max_length=384)
+_SQUAD_2 = Recipe(batch_size=48, learning_rate=5e-5, epochs=2, max_length=384)
+_DEV_1 = Split(file="dev-v1.1.json")
+_DEV_2 = Split(file="dev-v2.0.json", other_names=("dev-v2.0.rebuilt.json",))
+_XQUAD = ("en", "de", "zh", "ar", "hi", "ru")
+_SQUAD_ROWS = (
+    _squad("SQuAD1.1", "train-v1.1.json", _DEV_1, ("f1", "exact"), _SQUAD_1, "the answer as a span of a paragraph"),
+    _squad(
+        "SQuAD2.0",
+        "train-v2.0.json",
+        _DEV_2,
+        ("f1", "exact", "best_f1", "best_exact"),
+        _SQUAD_2,
+        "the same, half of the questions without answer; best_*: threshold chosen on dev, as in the paper",
+    ),
+    _squad(
+        "SQuAD-44",
+        "train-v1.1.part-44-articles.json",
+        _DEV_1,
+        ("f1", "exact"),
+        _SQUAD_1,
+        "SQuAD 1.1 trained on 44 of its 442 articles, scored on the full dev set",
+    ),
+    Task(
+        name="XQuAD",
+        folder="xquad",
+        head="span",
+        reader="squad",
+        splits={language: Split(file=f"xquad.{language}.json") for language in _XQUAD},
+        dev_splits=_XQUAD,
+        text_columns=("question", "context"),
+        label_column="answers",
+        metrics=("f1", "exact"),
+        recipe=_SQUAD_1,
+        train_task="SQuAD1.1",
+        about="SQuAD 1.1 questions in six languages, trained on the English ones",
+    ),
+)
+
+NER_FEATURES = (
+    "embeddings",
+    "second-to-last",
+    "last",
+    "weighted-last-four",
+    "concat-last-four",
+    "weighted-all",
+)
+"""The feature-based rows of arXiv 1810.04805, table 7: which hidden states feed the BiLSTM."""
+_NER_LABELS = ("O", *(f"{place}-{kind}" for kind in ("PER", "ORG", "LOC", "MISC") for place in "BI"))
+
+
+def _ner(name: str, features: str, recipe: Recipe, grid: tuple[float, ...], about: str) -> Task:
+    return Task(
+        name=name,
+        folder="conll2003",
+        head="tagging",
+        reader="conll",
+        splits={
+            "train": Split(file="eng.train"),
+            "dev": Split(file="eng.testa"),
+            "test": Split(file="eng.testb"),
+        },
+        dev_splits=("dev", "test"),
+        text_columns=("word",),
+        label_column="tag",
+        labels=_NER_LABELS,
+        metrics=("f1", "precision", "recall"),
+        recipe=recipe,
+        grid=grid,
+        features=features,
+        about=about,
+    )
+
+
+_NER_ROWS = (
+    _ner(
+        "CoNLL",
+        "",
+        Recipe(batch_size=16, learning_rate=5e-5, epochs=3),
+        (5e-5, 3e-5, 2e-5),
+        "names of persons, organisations, places and others; sentences with their neighbours, case kept by the model",
+    ),
+    *(
+        _ner(
+            f"CoNLL-{features}",
+            features,
+            Recipe(batch_size=16, learning_rate=1e-3, epochs=5),
+            (1e-3, 5e-4),
+            f"the same, a two-layer BiLSTM on frozen states: {features.replace('-', ' ')}",
+        )
+        for features in NER_FEATURES
+    ),
+)
 
 _ROWS = (
     Task(
@@ -321,6 +329,8 @@ _ROWS = (
         recipe=Recipe(batch_size=16, learning_rate=2e-5),
         about="school science questions with four answers, trained on the challenge set",
     ),
+    *_SQUAD_ROWS,
+    *_NER_ROWS,
     Task(
         name="package",
         folder="package",

@@ -85,3 +85,31 @@ def random_block(rng: np.random.Generator, examples: int, mask_sets: int) -> Blo
         mask_positions=flat_positions.astype(np.uint16),
         mask_inputs=rng.integers(4, 100, len(flat_positions)).astype(np.uint16),
     )
+
+
+@pytest.fixture(scope="session")
+def write_bert() -> Callable[..., Path]:
+    """A function that writes a Hugging Face folder with a random BERT, see `_write_bert`."""
+    return _write_bert
+
+
+def _write_bert(folder: Path, words: list[str], **changes: object) -> Path:
+    """Two layers of 32, dropout off, and a WordPiece vocabulary of these words behind the special tokens."""
+    import torch
+    from transformers import BertConfig, BertModel
+
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+    settings = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 128,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "initializer_range": 0.1,
+    }
+    torch.manual_seed(0)
+    BertModel(BertConfig(vocab_size=len(tokens), **settings | changes)).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(tokens) + "\n", encoding="utf-8")
+    return folder

@@ -11,7 +11,7 @@ from eval.choice_readers import read_choices
 from eval.packing import Encoded
 from eval.problems import ChoiceProblem
 from eval.readers import ReadError
-from eval.suite import _score_split
+from eval.task_data import TaskData, score_split
 from eval.tasks import TASKS
 
 HEADER = ",video-id,fold-ind,startphrase,sent1,sent2,gold-source,ending0,ending1,ending2,ending3,label\n"
@@ -40,10 +40,10 @@ def test_r38_accuracy_counts_examples(tmp_path: Path) -> None:
     row = "0,v,1,s,a,b,gold,e0,e1,e2,e3,{}\n"
     examples = read_choices(write(tmp_path, HEADER + row.format(1) + row.format(2)), SWAG, "train")
     logits = np.array([0, 5, 0, 0, 5, 0, 0, 0], dtype=np.float32)[:, None]
-    scores = _score_split(SWAG, "dev", examples, examples, logits, [])
-    assert scores["metrics"]["accuracy"]["value"] == 0.5 and scores["n"] == 2
     encoded = Encoded(ids=np.zeros(8, np.int32), offsets=np.arange(9), segment_a=np.ones(8, np.int64), truncated=0)
-    assert len(ChoiceProblem(encoded=encoded, labels=examples.labels, choices=4)) == 2
+    problem = ChoiceProblem(encoded=encoded, labels=examples.labels, choices=4)
+    scores = score_split(TaskData(task=SWAG, train=examples, scored={"dev": examples}), "dev", problem, logits, [])
+    assert scores["metrics"]["accuracy"]["value"] == 0.5 and scores["n"] == 2 and len(problem) == 2
 
 
 def test_r38_a_file_without_labels_has_none(tmp_path: Path) -> None:

@@ -45,6 +45,9 @@ def test_r31_thresholds_and_missing_predictions() -> None:
     scores = score_v2(questions, predictions, nulls)
     assert (scores["exact"], scores["best_exact"], scores["best_exact_thresh"]) == (50.0, 100.0, -1.0)
     assert score_v2(questions, predictions, nulls, threshold=-1.0)["exact"] == 100.0
+    # An unanswerable question answered on the way costs a point: a1 (-5), u1 (-3), a2 (-1), u2 (6).
+    between = score_v2(questions, predictions, nulls | {"u1": -3.0})
+    assert (between["best_exact"], between["best_exact_thresh"]) == (75.0, -5.0)
     del predictions["a2"]
     missing = score_v2(questions, predictions, nulls)
     assert (missing["exact"], missing["HasAns_exact"], missing["missing"]) == (25.0, 50.0, 1)
