@@ -30,7 +30,7 @@ def split_sentences(text: str, method: Literal["punkt", "line"]) -> list[str]:
         ValueError: another method.
     """
     if method == "line":
-        return [line for line in (part.strip() for part in text.split("\n")) if line]
+        return [line for line in map(str.strip, text.split("\n")) if line]
     if method != "punkt":
         raise ValueError(f"corpus.sentences: expected 'punkt' or 'line', got {method!r}")
     tokenize = _punkt().tokenize
