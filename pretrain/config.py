@@ -159,6 +159,22 @@ class FaultsConfig(StrictModel):
     """A rank that finishes no step, held-out batch or save for so long prints its stacks and ends the job; 0: never."""
 
 
+class DistillationConfig(StrictModel):
+    """`[distillation]`: a teacher to learn from; without the table there is none."""
+
+    teacher: str = Field(min_length=1)
+    """Hugging Face folder with a masked-token head and the vocabulary of the data."""
+    temperature: float = Field(default=2.0, gt=0)
+    soft_targets: float = Field(default=5.0, ge=0)
+    """Weight of the divergence from the teacher's distribution."""
+    masked_tokens: float = Field(default=2.0, ge=0)
+    """Weight of the ordinary masked-token loss; the sentence objective, where there is one, has weight 1."""
+    cosine: float = Field(default=1.0, ge=0)
+    """Weight of 1 - cosine of the last hidden states; needs the teacher's hidden size."""
+    start_from_teacher: bool = True
+    """Start from the teacher's weights, layers 0, n, 2n, ... where it has n times as many; false: from random ones."""
+
+
 class TrainConfig(PipelineConfig):
     """All tables of a configuration file: the pipeline's and pretraining's."""
 
@@ -171,6 +187,7 @@ class TrainConfig(PipelineConfig):
     validation: ValidationConfig = ValidationConfig()
     tracking: TrackingConfig = TrackingConfig()
     faults: FaultsConfig = FaultsConfig()
+    distillation: DistillationConfig | None = None
     deepspeed: dict[str, Any] = Field(default_factory=dict)
     """Passed to DeepSpeed as its own configuration (https://www.deepspeed.ai/docs/config-json/); sizes and clipping are
     filled in, see pretrain/deepspeed_config.py."""
@@ -192,6 +209,11 @@ class TrainConfig(PipelineConfig):
             raise ValueError(
                 f"key 'data.max_seq_length': {self.data.max_seq_length} is over the position table of "
                 f"model.max_positions={self.model.max_positions}"
+            )
+        if self.distillation is not None and self.distillation.start_from_teacher and self.model.init_from:
+            raise ValueError(
+                "key 'model.init_from': the student starts from its teacher; leave it out, or set "
+                "distillation.start_from_teacher=false"
             )
         return self
 

@@ -19,30 +19,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import nn
 
-from data_pipeline.config import StrictModel
 from data_pipeline.records import Batch
+from pretrain.config import DistillationConfig
 from pretrain.encoder import BertForPreTraining
+from pretrain.heads import PretrainingLosses
 from pretrain.hf_config import InterchangeError
 from pretrain.hf_import import check_tokens, import_from_hf
-
-
-class DistillationConfig(StrictModel):
-    """`[distillation]`: a teacher to learn from; without the table there is none."""
-
-    teacher: str = Field(min_length=1)
-    """Hugging Face folder with a masked-token head and the vocabulary of the data."""
-    temperature: float = Field(default=2.0, gt=0)
-    soft_targets: float = Field(default=5.0, ge=0)
-    """Weight of the divergence from the teacher's distribution."""
-    masked_tokens: float = Field(default=2.0, ge=0)
-    """Weight of the ordinary masked-token loss; the sentence objective, where there is one, has weight 1."""
-    cosine: float = Field(default=1.0, ge=0)
-    """Weight of 1 - cosine of the last hidden states; needs the teacher's hidden size."""
-    start_from_teacher: bool = True
-    """Start from the teacher's weights, layers 0, n, 2n, ... where it has n times as many; false: from random ones."""
 
 
 class DistillationObjective(nn.Module):
@@ -78,16 +62,24 @@ class DistillationObjective(nn.Module):
 
         Returns:
             loss: scalar.
-            sums: (5,) float64: MLM and NSP loss sums, correct answers of both, and the part of `loss` beyond
-                `mlm * weights[0] + nsp * weights[1]`.
+            sums: (5,) float64: MLM and NSP loss sums, the part of `loss` beyond `mlm * weights[0] + nsp * weights[1]`,
+                correct answers of both.
+
+        In evaluation the teacher rests: the held-out loss is that of the student alone.
         """
-        student, config = self.model, self.config
+        student = self.model
         out, x_TD = student.losses_and_states(batch)
+        plain = out.mlm_loss_sum.float() * weights[0] + out.nsp_loss_sum.float() * weights[1]
+        extra = self._extra(batch, out, x_TD, weights) if self.training else torch.zeros_like(plain)
+        counted = (out.mlm_loss_sum, out.nsp_loss_sum, extra, out.mlm_correct, out.nsp_correct)
+        return plain + extra, torch.stack([part.detach().double() for part in counted])
+
+    def _extra(self, batch: Batch, out: PretrainingLosses, x_TD: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        student, config = self.model, self.config
         teacher = self._teacher_for(x_TD)
         with torch.no_grad():
             target_TD = _states(teacher, batch)
             target_TW = teacher.mlm_head.hidden(target_TD)
-        plain = out.mlm_loss_sum.float() * weights[0] + out.nsp_loss_sum.float() * weights[1]
         extra = (config.masked_tokens - 1.0) * out.mlm_loss_sum.float() * weights[0]
         if config.soft_targets:
             divergence = soft_cross_entropy(
@@ -97,8 +89,7 @@ class DistillationObjective(nn.Module):
         if config.cosine:
             apart = 1.0 - F.cosine_similarity(x_TD.float(), target_TD.float(), dim=1)
             extra = extra + config.cosine * apart.sum() * weights[2]
-        counted = (out.mlm_loss_sum, out.nsp_loss_sum, out.mlm_correct, out.nsp_correct, extra)
-        return plain + extra, torch.stack([part.detach().double() for part in counted])
+        return extra
 
     def _teacher_for(self, x_TD: torch.Tensor) -> BertForPreTraining:
         (teacher,) = self._teacher

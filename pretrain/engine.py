@@ -50,8 +50,19 @@ from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import safe_get_full_fp32_param
 
 T = TypeVar("T")
-SUMS = ("mlm_loss", "nsp_loss", "mlm_correct", "nsp_correct", "predictions", "pairs", "tokens", "examples")
-"""What a step's and an evaluation's sums hold, in this order. `pairs`: examples with a sentence objective."""
+SUMS = (
+    "mlm_loss",
+    "nsp_loss",
+    "extra_loss",
+    "mlm_correct",
+    "nsp_correct",
+    "predictions",
+    "pairs",
+    "tokens",
+    "examples",
+)
+"""What a step's and an evaluation's sums hold, in this order. `extra_loss`: what an objective adds to the first two;
+`pairs`: examples with a sentence objective."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +72,7 @@ class StepResult:
     Attributes:
         applied: False where a gradient was not finite and the weights stayed as they were.
         norm: global L2 norm before clipping, perhaps still on the device; inf where it was not finite.
-        sums: (8,) float64 on the device, this rank's part of `SUMS`; the two losses already divided by the global
+        sums: (9,) float64 on the device, this rank's part of `SUMS`; the three losses already divided by the global
             counts, so that their sum over ranks is the optimised loss.
         stop: some rank asked for a stop before this step.
     """
@@ -85,15 +96,17 @@ class _Objective(nn.Module):
         self.model = model
 
     def forward(self, batch: Batch, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weighted loss and (4,) float64: both loss sums, both numbers of correct answers."""
+        """The weighted loss and (5,) float64: both loss sums, 0, both numbers of correct answers.
+
+        `weights`: (3,) factors of sums over predictions, pairs and tokens; the last is for objectives that use it.
+        """
         # Not self.model(batch): ZeRO-3's hook on a module searches its output with vars(), which a slotted dataclass
         # does not have. Parameters used outside their own module's call are gathered as this module's.
         out = self.model.forward(batch)
         loss = out.mlm_loss_sum.float() * weights[0] + out.nsp_loss_sum.float() * weights[1]
-        sums = torch.stack(
-            [part.detach().double() for part in (out.mlm_loss_sum, out.nsp_loss_sum, out.mlm_correct, out.nsp_correct)]
-        )
-        return loss, sums
+        none = torch.zeros_like(loss)
+        parts = (out.mlm_loss_sum, out.nsp_loss_sum, none, out.mlm_correct, out.nsp_correct)
+        return loss, torch.stack([part.detach().double() for part in parts])
 
 
 def start_ranks(world: World, *, threads: int = 0) -> torch.device:
@@ -212,16 +225,24 @@ class TrainEngine:
         config: the merged configuration.
         world: this rank's place; the process group has been joined.
         device: from `start_ranks`.
+        objective: another loss around `model`, which is its attribute `model`; called as `_Objective` is.
     """
 
     def __init__(
-        self, model: nn.Module, groups: Sequence[dict[str, Any]], *, config: TrainConfig, world: World, device: Any
+        self,
+        model: nn.Module,
+        groups: Sequence[dict[str, Any]],
+        *,
+        config: TrainConfig,
+        world: World,
+        device: Any,
+        objective: nn.Module | None = None,
     ) -> None:
         self.config, self.world, self.device = config, world, torch.device(device)
         self.stage, self.precision = zero_stage(config), precision(config)
         optimizer = build_optimizer(groups, config.optimizer)
         self._engine, *_ = deepspeed.initialize(
-            model=_Objective(model),
+            model=_Objective(model) if objective is None else objective,
             optimizer=optimizer,
             config=deepspeed_config(config, world.size),
             dist_init_required=False,
@@ -260,14 +281,14 @@ class TrainEngine:
         if len(micro_batches) != self.accumulation:
             raise ValueError(f"expected {self.accumulation} micro-batches a step, got {len(micro_batches)}")
         local = np.sum([_counts(batch) for batch in micro_batches], axis=0)
-        shared = self._send([*local[:2], float(stop)])
+        shared = self._send([*local[:3], float(stop)])
         dist.all_reduce(shared)
-        asked = HostCopy(shared[2:])
-        counts = shared[:2].clamp(min=1)
+        asked = HostCopy(shared[3:])
+        counts = shared[:3].clamp(min=1)
         weights = (self.world.size * self.accumulation / counts).float()
         self._set_rate(lr)
         self._engine.train()
-        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(5, dtype=torch.float64, device=self.device)
         applied = True
         norm: torch.Tensor | float = 0.0
         for micro, batch in enumerate(micro_batches):
@@ -279,7 +300,8 @@ class TrainEngine:
                 self._engine.step()
             else:
                 applied, norm = self._update()
-        sums[:2] /= counts
+        sums[:2] /= counts[:2]
+        sums[2] /= self.world.size * self.accumulation  # the objective has divided it by its count
         return StepResult(
             applied=applied, norm=norm, sums=torch.cat([sums, self._send(local)]), stop=asked.read()[0] > 0
         )
@@ -312,9 +334,9 @@ class TrainEngine:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        """(8,) float64: `SUMS` of one batch on this rank, losses as plain sums, without dropout."""
+        """(9,) float64: `SUMS` of one batch on this rank, losses as plain sums, without dropout."""
         self._engine.eval()
-        _, sums = self._engine(batch.to(self.device), torch.ones(2, device=self.device))
+        _, sums = self._engine(batch.to(self.device), torch.ones(3, device=self.device))
         return torch.cat([sums, torch.tensor(_counts(batch), dtype=torch.float64, device=self.device)])
 
     def save(self, folder: Path, tag: str) -> None:

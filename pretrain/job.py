@@ -21,7 +21,7 @@ from pretrain.progress import ProgressDisplay
 from pretrain.run_data import RunData
 from pretrain.run_folder import RunFolder, open_run
 from pretrain.snapshot import Progress, resume
-from pretrain.starting_weights import starting_model
+from pretrain.starting_weights import starting_model, teaching_objective
 from pretrain.stops import StopRequest
 from pretrain.tracking import MetricsFile, MlflowForwarder, default_uri
 from pretrain.watchdog import Watchdog
@@ -75,13 +75,16 @@ def prepare(config: TrainConfig, world: World, data: RunData, stop: StopRequest,
     engine.on_every_rank(lambda: data.verify_sample(world))
     folder = RunFolder(Path(config.run.dir), engine.on_rank_zero(lambda: _open_folder(config, data)))
     torch.manual_seed(engine.seed_of(config.seed))
-    fresh = bool(config.model.init_from) and engine.on_rank_zero(lambda: _nothing_saved(folder))
-    model = starting_model(config, fresh=fresh, say=_say if world.rank == 0 else _silent)
+    given = bool(config.model.init_from) or config.distillation is not None  # else no checkpoint is hashed for nothing
+    fresh = given and engine.on_rank_zero(lambda: _nothing_saved(folder))
+    say = _say if world.rank == 0 else _silent
+    model = starting_model(config, fresh=fresh, say=say)
+    objective = teaching_objective(model, config, fresh=fresh, say=say)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     count = config.checkpoint.keep + config.checkpoint.keep_best + 1  # one is being written
     engine.on_rank_zero(lambda: require_space(folder.checkpoints, parameters=parameters, count=count))
     groups = parameter_groups(model, config.optimizer.weight_decay)
-    trainer = TrainEngine(model, groups, config=config, world=world, device=device)
+    trainer = TrainEngine(model, groups, config=config, world=world, device=device, objective=objective)
     first = world.rank == 0
     progress = resume(trainer, folder.checkpoints, folder.run_id, _say if first else _silent)
     display = ProgressDisplay(config.train.steps, progress.step, visible=first)

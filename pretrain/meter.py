@@ -57,7 +57,7 @@ class Meter:
         shared = all_sum(torch.cat([self._sums, self._attempted, extra])).tolist()
         total = dict(zip(SUMS, shared, strict=False))
         tokens, examples, waited = shared[len(SUMS) :]
-        mean = {name: total[name] / self._applied if self._applied else math.nan for name in ("mlm_loss", "nsp_loss")}
+        mean = {name: total[name] / self._applied if self._applied else math.nan for name in SUMS[:3]}
         pairs = total["pairs"]
         ranks = self._engine.world.size
         predictions = total["predictions"] * self._steps / max(self._applied, 1)
@@ -66,7 +66,7 @@ class Meter:
             "kind": "train",
             "step": step,
             "time": time.time(),
-            "loss": mean["mlm_loss"] + mean["nsp_loss"],
+            "loss": sum(mean.values()),
             "mlm_loss": mean["mlm_loss"],
             "nsp_loss": mean["nsp_loss"] if pairs else None,
             "mlm_accuracy": total["mlm_correct"] / max(total["predictions"], 1),
@@ -83,5 +83,7 @@ class Meter:
             "memory_mb": memory_megabytes(self._engine.device),
             "skipped_steps": skipped_steps,
         }
+        if self._engine.config.distillation is not None:
+            record["distillation_loss"] = mean["extra_loss"]
         self._reset()
         return record
