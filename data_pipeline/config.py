@@ -33,7 +33,11 @@ ModelT = TypeVar("ModelT", bound=StrictModel)
 class CorpusConfig(StrictModel):
     """`[corpus]`: where the text comes from and how it is cut."""
 
-    source: Literal["embedded", "text", "jsonl"] = "embedded"
+    source: Literal["embedded", "text", "file", "jsonl", "csv", "parquet", "wikitext", "mediawiki", "wet", "warc"] = (
+        "embedded"
+    )
+    """Format of the files, see docs/data-format.md: text with a blank line between documents, one document a file, JSON
+    lines, tables, WikiText, MediaWiki XML dumps, web archives; or the documentation of this installation."""
     paths: tuple[str, ...] = ()
     """Files, folders or globs; a path relative to the working folder. Not used by the embedded corpus."""
     max_megabytes: float = Field(default=0, ge=0)
@@ -42,6 +46,8 @@ class CorpusConfig(StrictModel):
     """Share of documents kept out of training, chosen by a hash of the document key."""
     sentences: Literal["punkt", "line"] = "punkt"
     """How a document is split: a sentence splitter for English, or one sentence a line."""
+    text_key: str = "text"
+    """Field of a JSON line, or column of a table, that holds the text."""
     encoding: str = "utf-8"
     encoding_errors: Literal["replace", "strict"] = "replace"
     """Undecodable bytes become U+FFFD and are counted, or end the build."""
@@ -132,6 +138,7 @@ OTHER_TABLES = (
     "validation",
     "tracking",
     "faults",
+    "distillation",
     "deepspeed",
 )
 """Tables that pretraining reads; a test holds them equal to the fields of its configuration."""

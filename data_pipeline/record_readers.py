@@ -1,0 +1,173 @@
+"""Documents of files that are read whole: one text a file, tables of rows, WikiText, dumps and web archives."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import itertools
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import IO, Any
+
+from data_pipeline.config import CorpusConfig
+from data_pipeline.corpus_files import CorpusError, InputFile, open_bytes
+from data_pipeline.records import Document
+
+RECORD_SOURCES = frozenset({"file", "csv", "parquet", "wikitext", "mediawiki", "wet", "warc"})
+"""Values of `corpus.source` that this module reads. One file is read by one task."""
+
+_PARQUET_ROWS = 1000
+# Lines of Project Gutenberg around the text of a book.
+_BOOK_START = re.compile(
+    r"^\*\*\* ?START OF (?:THIS|THE) PROJECT GUTENBERG EBOOK.*?\*\*\*[^\n]*\n", re.MULTILINE | re.DOTALL
+)
+_BOOK_END = re.compile(
+    r"^(?:\*\*\* ?END OF (?:THIS|THE) PROJECT GUTENBERG EBOOK|End of (?:the )?Project Gutenberg['’]?s?\b)", re.MULTILINE
+)
+_CREDITS = re.compile(r"\s*(?:(?:Produced by|E-text prepared by|Transcribed by)(?:[^\n]+\n)+)")
+_TITLE = re.compile(r"^ = [^=].* = ?$")
+_SUBTITLE = re.compile(r"^ (?:= ){2,}.*(?:= )+$")
+_JOINED = re.compile(r" @([-,.])@ ")
+
+
+def record_documents(corpus: CorpusConfig, file: InputFile, counts: Counter[str], errors: str) -> Iterator[Document]:
+    """Documents of one file under `corpus.source`, one of `RECORD_SOURCES`.
+
+    With `corpus.max_megabytes` they end once the file's share of it is reached, measured in UTF-8 bytes of text.
+
+    Args:
+        counts: receives what was dropped, by reason.
+        errors: the codec error handler for undecodable bytes.
+
+    Raises:
+        CorpusError: the file is damaged, or of another format.
+        UnicodeDecodeError: undecodable bytes, where `errors` is strict.
+    """
+    left = file.limit
+    with open_bytes(file) as handle:
+        for document in _read(corpus, file, handle, counts, errors):
+            if left is not None and left <= 0:
+                return
+            yield document
+            if left is not None:
+                left -= len(document.text.encode("utf-8", "surrogatepass"))
+
+
+def _read(
+    corpus: CorpusConfig, file: InputFile, handle: IO[bytes], counts: Counter[str], errors: str
+) -> Iterator[Document]:
+    # The libraries of the last formats are loaded by those who read them.
+    if corpus.source == "mediawiki":
+        from data_pipeline.mediawiki import dump_documents
+
+        return dump_documents(handle, file, counts)
+    if corpus.source in ("wet", "warc"):
+        from data_pipeline.web_archive import warc_documents, wet_documents
+
+        return (wet_documents if corpus.source == "wet" else warc_documents)(handle, file, counts)
+    if corpus.source == "parquet":
+        return _rows(_parquet_rows(handle, file, corpus.text_key), corpus.text_key, file, counts)
+    # A byte order mark is no text.
+    encoding = "utf-8-sig" if codecs.lookup(corpus.encoding).name == "utf-8" else corpus.encoding
+    if corpus.source == "csv":
+        text = io.TextIOWrapper(handle, encoding=encoding, errors=errors, newline="")
+        return _rows(_csv_rows(text, file, corpus.text_key), corpus.text_key, file, counts)
+    text = io.TextIOWrapper(handle, encoding=encoding, errors=errors, newline="\n")
+    if corpus.source == "wikitext":
+        return _wikitext_documents(text, file, counts)
+    return _one_document(text.read().replace("\r\n", "\n"), file, counts)
+
+
+def _one_document(text: str, file: InputFile, counts: Counter[str]) -> Iterator[Document]:
+    text = without_gutenberg_frame(text, counts)
+    if text.strip():
+        yield Document(text=text, id=f"{file.name}:0")
+    else:
+        counts["dropped:blank" if text else "dropped:empty"] += 1
+
+
+def without_gutenberg_frame(text: str, counts: Counter[str]) -> str:
+    """A book of Project Gutenberg without header, credits and licence; any other text as it is.
+
+    Counts `gutenberg_books` and `gutenberg_characters`, the characters taken off.
+    """
+    start = _BOOK_START.search(text)
+    if start is None:
+        return text
+    end = _BOOK_END.search(text, start.end())
+    book = text[start.end() : end.start() if end else len(text)]
+    book = book[match.end() :] if (match := _CREDITS.match(book)) else book
+    counts["gutenberg_books"] += 1
+    counts["gutenberg_characters"] += len(text) - len(book)
+    return book.strip("\n") + "\n"
+
+
+def _wikitext_documents(lines: Iterable[str], file: InputFile, counts: Counter[str]) -> Iterator[Document]:
+    """Articles of a WikiText file (Merity et al. 2016, https://arxiv.org/abs/1609.07843) without their headings.
+
+    An article begins at ` = Title = `. `@-@`, `@,@` and `@.@` become the characters they stand for; `<unk>`, a word that
+    WikiText has removed, stays and is counted as `wikitext_unknown_words`.
+    """
+    title, held, number = "", [], 0
+    for line in itertools.chain(lines, [" = end = "]):
+        line = line.rstrip("\r\n").removesuffix(" ") + " "
+        if not _TITLE.match(line):
+            if line.strip() and not _SUBTITLE.match(line):
+                held.append(_JOINED.sub(r"\1", line.strip()))
+            elif line.strip():
+                counts["wikitext_headings"] += 1
+            continue
+        if held:
+            joined = "\n\n".join(held)
+            counts["wikitext_unknown_words"] += joined.count("<unk>")
+            yield Document(text=joined, id=f"{file.name}:{number}", metadata={"title": title})
+            number += 1
+        elif title:
+            counts["dropped:empty"] += 1
+        title, held = line.strip(" ="), []
+
+
+def _rows(rows: Iterable[dict[str, Any]], key: str, file: InputFile, counts: Counter[str]) -> Iterator[Document]:
+    """One document a row with text in the column `key`; the other columns are its metadata."""
+    for number, row in enumerate(rows):
+        text = row.pop(key, None)
+        if not isinstance(text, str) or not text.strip():
+            counts["dropped:no_text"] += 1
+            continue
+        yield Document(text=without_gutenberg_frame(text, counts), id=f"{file.name}:{number}", metadata=row)
+
+
+def _csv_rows(text: IO[str], file: InputFile, key: str) -> Iterator[dict[str, Any]]:
+    """Rows under the header; the delimiter is a tab in files named `.tsv`, else a comma."""
+    csv.field_size_limit(sys.maxsize)  # a field is a whole document
+    rows = csv.DictReader(text, delimiter="\t" if file.name.endswith(".tsv") else ",")
+    _require_column(key, rows.fieldnames or [], file)
+    try:
+        for row in rows:
+            yield {name: value for name, value in row.items() if name is not None}
+    except csv.Error as error:
+        raise CorpusError(f"{file.path}: not a CSV file after line {rows.line_num}: {error}") from error
+
+
+def _parquet_rows(handle: IO[bytes], file: InputFile, key: str) -> Iterator[dict[str, Any]]:
+    import pyarrow.parquet as pq
+    from pyarrow import ArrowException
+
+    try:
+        table = pq.ParquetFile(handle)
+        _require_column(key, table.schema_arrow.names, file)
+        for batch in table.iter_batches(batch_size=_PARQUET_ROWS):
+            yield from batch.to_pylist()
+    except ArrowException as error:
+        raise CorpusError(f"{file.path}: not a Parquet file, or damaged: {error}") from error
+
+
+def _require_column(key: str, columns: Iterable[str], file: InputFile) -> None:
+    columns = list(columns)
+    if key not in columns:
+        raise CorpusError(
+            f"{file.path}: no column {key!r}; set corpus.text_key to the one that holds the text: {', '.join(columns)}"
+        )
