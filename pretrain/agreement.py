@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.config import ConfigError
-from pretrain import engine
 from pretrain.config import TrainConfig
 from pretrain.run_folder import changed_keys, versions
 
@@ -47,6 +46,8 @@ def require_agreement(config: TrainConfig, *, vocabulary: str, data: str) -> Non
     Raises:
         ConfigError: on every rank, naming the first rank that differs and in what.
     """
+    from pretrain.engine import gather_objects  # DeepSpeed's import takes seconds; `first_difference` needs none of it
+
     mine = Facts(
         host=socket.gethostname(),
         config=config.as_tree(),
@@ -55,7 +56,7 @@ def require_agreement(config: TrainConfig, *, vocabulary: str, data: str) -> Non
         data=data,
         versions=versions(),
     )
-    problem = first_difference(engine.gather_objects(mine))
+    problem = first_difference(gather_objects(mine))
     if problem:
         raise ConfigError(problem)
 

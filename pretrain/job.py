@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,11 @@ from pretrain.parameter_groups import parameter_groups
 from pretrain.progress import ProgressDisplay
 from pretrain.run_data import RunData
 from pretrain.run_folder import RunFolder, open_run
+from pretrain.run_tracking import start_tracking
 from pretrain.snapshot import Progress, resume
 from pretrain.starting_weights import starting_model, teaching_objective
 from pretrain.stops import StopRequest
-from pretrain.tracking import MetricsFile, MlflowForwarder, default_uri
+from pretrain.tracking import MetricsFile, MlflowForwarder
 from pretrain.watchdog import Watchdog
 
 
@@ -104,7 +104,7 @@ def prepare(config: TrainConfig, world: World, data: RunData, stop: StopRequest,
         folder.add_start(step=progress.step, world_size=world.size)
         folder.update(parameters=parameters)
         job.metrics = MetricsFile(folder.metrics, after_step=progress.step)
-        job.forwarder = _start_tracking(job)
+        job.forwarder = start_tracking(config, folder)
     return job
 
 
@@ -137,27 +137,6 @@ def _headline(job: Job, parameters: int) -> str:
     if baseline is not None:
         lines.append(f"held-out MLM loss of guessing by frequency: {baseline:.4f}")
     return "\n".join(lines)
-
-
-def _start_tracking(job: Job) -> MlflowForwarder | None:
-    config, folder = job.config, job.folder
-    if not config.tracking.enabled:
-        return None
-    record = folder.record
-    uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or default_uri(folder.path)
-    names = ("git", "data", "tokenizer", "run_id")
-    forwarder = MlflowForwarder(
-        folder.path,
-        uri=uri,
-        experiment=config.tracking.experiment,
-        run_name=record["name"],
-        config=config.as_tree(),
-        tags={f"clozeworks.{name}": str(record[name]) for name in names},
-        run_id=record.get("mlflow_run_id", ""),
-        on_run_id=lambda run_id: folder.update(mlflow_run_id=run_id, mlflow_uri=uri),
-    )
-    forwarder.start()
-    return forwarder
 
 
 def _say(text: str) -> None:

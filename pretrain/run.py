@@ -26,6 +26,7 @@ from data_pipeline.config import ConfigError, add_config_arguments
 from pretrain import checkpoint
 from pretrain.config import TrainConfig, load_config
 from pretrain.deepspeed_config import accumulation_steps, deepspeed_config
+from pretrain.run_tracking import send_rest
 from pretrain.stops import EXIT_DONE, EXIT_FAULT, EXIT_USAGE, StopRequest, TrainingFault
 
 _EXPECTED = (ConfigError, WorldError, checkpoint.CheckpointError, TrainingFault)
@@ -43,6 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
         if done and not options.dry_run:
             if world.rank == 0:
                 print(f"complete: {config.train.steps} steps, {done}; nothing to do", flush=True)
+                told = send_rest(config)
+                if told:
+                    print(told, flush=True)
             return EXIT_DONE
         return _run(config, world, dry_run=options.dry_run)
     except _EXPECTED as error:

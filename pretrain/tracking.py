@@ -26,7 +26,7 @@ from data_pipeline.artefacts import write_text
 
 _UNSAFE = re.compile(r"[^/\w.\- ]")
 _MARKED = re.compile(r".*_x[0-9a-f]{10}")
-_NAME_LENGTH, _VALUE_LENGTH = 250, 6000
+_NAME_LENGTH, _VALUE_LENGTH, _DIGEST_LENGTH = 250, 6000, 36
 _METRICS_A_CALL, _PARAMS_A_CALL = 1000, 100
 _RETRY_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0)
 
@@ -118,6 +118,12 @@ def default_uri(run_dir: Path) -> str:
     return f"sqlite:///{run_dir.resolve().parent / 'mlflow.db'}"
 
 
+def unsent_bytes(run_dir: Path) -> int:
+    """How much of a run folder's metrics.jsonl its store lacks."""
+    metrics = run_dir / "metrics.jsonl"
+    return max(metrics.stat().st_size - _read_position(run_dir).offset, 0) if metrics.exists() else 0
+
+
 class _Position(NamedTuple):
     run_id: str
     offset: int
@@ -132,6 +138,7 @@ class MlflowForwarder(threading.Thread):
         uri: tracking server or store.
         experiment, run_name: as MLflow shows them.
         config: nested tables; parameters of the run, and stored whole as config.json.
+        dataset: name and fingerprint of what the run reads; an input of the run.
         tags: strings to tag the run with.
         run_id: an MLflow run to go on with; empty: the one in tracking.json, or a new one.
         on_run_id: called once, from this thread, with the run's id.
@@ -145,6 +152,7 @@ class MlflowForwarder(threading.Thread):
         experiment: str,
         run_name: str,
         config: Mapping[str, Any],
+        dataset: tuple[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
         run_id: str = "",
         on_run_id: Any = None,
@@ -155,7 +163,11 @@ class MlflowForwarder(threading.Thread):
         self._config, self._tags, self._on_run_id = config, dict(tags or {}), on_run_id
         self._wake, self._closing = threading.Event(), threading.Event()
         self._status = "FINISHED"
-        self._position = _Position(run_id or _read_position(run_dir).run_id, _read_position(run_dir).offset)
+        self._dataset = dataset
+        known = _read_position(run_dir)
+        size = self._metrics.stat().st_size if self._metrics.exists() else 0
+        # A file that was cut back to a checkpoint's step is shorter than what was sent; it grows again from here.
+        self._position = _Position(run_id or known.run_id, min(known.offset, size))
         self._client: Any = None
         self.problem = ""
         """The last error of the store; empty while all is well."""
@@ -214,7 +226,9 @@ class MlflowForwarder(threading.Thread):
         else:
             run_id = client.create_run(experiment_id, run_name=self._run_name, tags=self._tags).info.run_id
             self._keep(_Position(run_id, 0))
-            self._send_params(client, run_id)
+        self._send_params(client, run_id)
+        if self._dataset:
+            self._send_dataset(client, run_id, *self._dataset)
         text = json.dumps(self._config, indent=1, sort_keys=True) + "\n"
         client.log_text(run_id, text, "config.json")
         client.set_tag(run_id, "config_sha256", hashlib.sha256(text.encode()).hexdigest())
@@ -230,11 +244,21 @@ class MlflowForwarder(threading.Thread):
         return client.create_experiment(self._experiment, artifact_location=location)
 
     def _send_params(self, client: Any, run_id: str) -> None:
+        """Parameters that the store lacks: a start that lost the store in between is made whole by the next try."""
         from mlflow.entities import Param
 
-        params = [Param(stored_name(key), stored_value(value)) for key, value in flatten(self._config).items()]
+        there = client.get_run(run_id).data.params
+        named = {stored_name(key): stored_value(value) for key, value in flatten(self._config).items()}
+        params = [Param(name, value) for name, value in named.items() if name not in there]
         for at in range(0, len(params), _PARAMS_A_CALL):
             client.log_batch(run_id, params=params[at : at + _PARAMS_A_CALL])
+
+    def _send_dataset(self, client: Any, run_id: str, name: str, fingerprint: str) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        digest = fingerprint[:_DIGEST_LENGTH]
+        dataset = Dataset(name[:_NAME_LENGTH], digest, "local", json.dumps({"uri": name, "fingerprint": fingerprint}))
+        client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
 
     def _send_new(self) -> None:
         from mlflow.entities import Metric
@@ -242,7 +266,7 @@ class MlflowForwarder(threading.Thread):
         if not self._metrics.exists():
             return
         size = self._metrics.stat().st_size
-        offset = min(self._position.offset, size)  # the file was cut back to a checkpoint's step
+        offset = self._position.offset
         with open(self._metrics, "rb") as handle:
             handle.seek(offset)
             data = handle.read(size - offset)

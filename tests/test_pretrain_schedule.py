@@ -31,13 +31,55 @@ def test_polynomial_cosine_and_constant_shapes() -> None:
     assert rates(10, shape="linear", warmup_steps=4, final_ratio=0.5)[9] == pytest.approx(0.5 + 0.5 / 7)
 
 
+def test_exponential_shape() -> None:
+    smooth = rates(8, shape="exponential", decay_rate=0.5, decay_steps=2, warmup_steps=2)
+    assert smooth == pytest.approx([0.5, 1, 2**-0.5, 2**-1, 2**-1.5, 2**-2, 2**-2.5, 2**-3], abs=1e-15)
+    stepped = rates(8, shape="exponential", decay_rate=0.5, decay_steps=2, staircase=True, warmup_steps=2)
+    assert stepped == [0.5, 1, 1, 0.5, 0.5, 0.25, 0.25, 0.125]
+
+
+def test_warmup_stable_decay_shape() -> None:
+    found = rates(9, shape="warmup_stable_decay", warmup_steps=2, decay_steps=3)
+    assert found == pytest.approx([0.5, 1, 1, 1, 1, 1, 3 / 4, 2 / 4, 1 / 4], abs=1e-15)
+    square = rates(9, shape="warmup_stable_decay", warmup_steps=2, decay_steps=3, power=2)
+    assert square[6:] == pytest.approx([9 / 16, 4 / 16, 1 / 16], abs=1e-15)
+
+
+def test_decay_from_the_start_is_hidden_by_the_warm_up() -> None:
+    found = rates(9, shape="polynomial", power=0.5, warmup_steps=4, decay_from="start")
+    assert found[:4] == [0.25, 0.5, 0.75, 1]
+    assert found[4:] == pytest.approx([(1 - n / 10) ** 0.5 for n in range(5, 10)], abs=1e-15)
+
+
+def test_polynomial_warm_up() -> None:
+    found = rates(6, shape="constant", warmup_steps=4, warmup_shape="polynomial", warmup_power=2)
+    assert found == [1 / 16, 4 / 16, 9 / 16, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"shape": "exponential"}, "is needed"),
+        ({"shape": "linear", "decay_steps": 5}, "has no meaning"),
+        ({"warmup_power": 2.0}, "warmup_shape=polynomial"),
+    ],
+)
+def test_keys_that_the_shape_does_not_read_are_refused(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ScheduleConfig.model_validate(settings)
+
+
 def test_without_warm_up_the_first_step_has_the_peak() -> None:
     assert rates(4, shape="linear") == pytest.approx([1, 3 / 4, 2 / 4, 1 / 4])
 
 
-@given(st.sampled_from(["linear", "polynomial", "cosine", "constant"]), st.integers(0, 20), st.integers(21, 60))
+SHAPES = ["linear", "polynomial", "cosine", "constant", "exponential", "warmup_stable_decay"]
+
+
+@given(st.sampled_from(SHAPES), st.integers(0, 20), st.integers(21, 60))
 def test_no_shape_ever_leaves_the_range_or_rises_after_warm_up(shape: str, warmup: int, total: int) -> None:
-    found = rates(total, shape=shape, warmup_steps=warmup)
+    more = {"decay_steps": 1} if shape in ("exponential", "warmup_stable_decay") else {}
+    found = rates(total, shape=shape, warmup_steps=warmup, **more)
     assert all(0 < rate <= 1 for rate in found)
     assert found == sorted(found[: max(warmup, 1)]) + sorted(found[max(warmup, 1) :], reverse=True)
 
