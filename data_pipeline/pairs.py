@@ -169,51 +169,80 @@ def _choose_sentences(
     short_seq_prob: float,
     rng: np.random.Generator,
 ) -> tuple[np.ndarray, int]:
-    """Which sentences make each pair: (7, E) rows of [A document, first, end, B document, first, end, label]."""
-    document_ends = np.cumsum(sentence_counts).tolist()
-    # ends[i] is the number of tokens before sentence i, so that a chunk is one bisection, not a loop over sentences.
-    before = [0, *np.cumsum(sentence_lengths).tolist()]
-    documents = len(document_ends)
-    draws = _draws(rng)
-    rows: list[tuple[int, int, int, int, int, int, int]] = []
-    append = rows.append
+    """Which sentences make each pair: (7, E) rows of [A document, first, end, B document, first, end, label].
+
+    Where a pair begins depends on the pair before, so that is a loop; what it takes B from is worked out for all at once.
+    """
+    document_ends = np.cumsum(sentence_counts)
+    # before[i] is the number of tokens before sentence i, so that a chunk is one search, not a loop over sentences.
+    before = np.concatenate([[0], np.cumsum(sentence_lengths)])
+    full_ends = np.minimum(
+        np.searchsorted(before, before[:-1] + room), np.repeat(document_ends, sentence_counts)
+    ).tolist()
+    before_list = before.tolist()
+    blocks: list[np.ndarray] = []
+    draws = _kept_draws(rng, blocks)
+    firsts: list[int] = []
+    a_ends: list[int] = []
+    chunk_ends: list[int] = []
+    labels: list[int] = []
     owed = forced_random = 0
     coin = RANDOM
     antithetic = False
     i = 0
-    for document, document_end in enumerate(document_ends):
+    for document_end in document_ends.tolist():
         while i < document_end:
-            short, length, split, partner, place, toss = next(draws)
-            target = 2 + int(length * (room - 1)) if short < short_seq_prob else room
-            chunk_end = min(bisect_left(before, before[i] + target, i + 1, document_end), document_end)
+            short, length, split, toss = next(draws)
+            if short < short_seq_prob:
+                target = 2 + int(length * (room - 1))
+                chunk_end = bisect_left(before_list, before_list[i] + target, i + 1, document_end)
+            else:
+                chunk_end = full_ends[i]
             sentences = chunk_end - i
-            a_end = i + 1 + int(split * (sentences - 1)) if sentences > 1 else chunk_end
             # Tosses come in opposite pairs: the labels of a bucket balance exactly, not only on average.
             coin = 1 - coin if antithetic else int(toss < 0.5)
             antithetic = not antithetic
             label = coin
             if sentences == 1:
+                a_end = chunk_end
                 if label == NEXT:
                     owed += 1
-                forced_random += label == NEXT
+                    forced_random += 1
                 label = RANDOM
-            elif label == RANDOM and owed:
-                owed -= 1
-                label = NEXT
-            if label == NEXT:
-                append((document, i, a_end, document, a_end, chunk_end, NEXT))
-                i = chunk_end
-                continue
-            other = int(partner * (documents - 1))
-            other += other >= document
-            first = document_ends[other - 1] if other else 0
-            other_end = document_ends[other]
-            b_first = first + int(place * (other_end - first))
-            b_target = max(1, target - (before[a_end] - before[i]))
-            b_end = min(bisect_left(before, before[b_first] + b_target, b_first + 1, other_end), other_end)
-            append((document, i, a_end, other, b_first, b_end, RANDOM))
-            i = a_end  # what the chunk held beyond A is put back
-    return np.array(rows, np.int64).T, forced_random
+            else:
+                a_end = i + 1 + int(split * (sentences - 1))
+                if label == RANDOM and owed:
+                    owed -= 1
+                    label = NEXT
+            firsts.append(i)
+            a_ends.append(a_end)
+            chunk_ends.append(chunk_end)
+            labels.append(label)
+            i = chunk_end if label == NEXT else a_end  # of a random pair, what the chunk held beyond A is put back
+    first, a_end_of, chunk_end_of, label_of = (
+        np.array(part, np.int64) for part in (firsts, a_ends, chunk_ends, labels)
+    )
+    document = np.searchsorted(document_ends, first, side="right")
+    short_E, length_E, _, partner_E, place_E, _ = np.concatenate(blocks)[: len(first)].T
+    targets = np.where(short_E < short_seq_prob, 2 + (length_E * (room - 1)).astype(np.int64), room)
+    other = (partner_E * (len(document_ends) - 1)).astype(np.int64)
+    other += other >= document
+    b_first = document_ends[other] - sentence_counts[other]
+    b_first += (place_E * sentence_counts[other]).astype(np.int64)
+    wanted = np.maximum(1, targets - (before[a_end_of] - before[first]))
+    b_end = np.minimum(np.searchsorted(before, before[b_first] + wanted), document_ends[other])
+    follows = label_of == NEXT
+    b_document = np.where(follows, document, other)
+    b_first = np.where(follows, a_end_of, b_first)
+    b_end = np.where(follows, chunk_end_of, b_end)
+    return np.stack([document, first, a_end_of, b_document, b_first, b_end, label_of]), forced_random
+
+
+def _kept_draws(rng: np.random.Generator, blocks: list[np.ndarray]) -> Iterator[list[float]]:
+    """The columns 0, 1, 2 and 5 of rows of six uniform numbers; the whole rows are appended to `blocks`."""
+    while True:
+        blocks.append(rng.random((_DRAWS, 6)))
+        yield from blocks[-1][:, (0, 1, 2, 5)].tolist()
 
 
 def _draws(rng: np.random.Generator) -> Iterator[list[float]]:
