@@ -172,7 +172,9 @@ class Build:
                 tokenizer_dir=self.tokenizer_dir,
                 output_dir=self.tokens_dir,
                 groups=self.groups,
-                split_sentences=partial(split_sentences, method=config.corpus.sentences),
+                split_sentences=partial(
+                    split_sentences, method=config.corpus.sentences, keep_lines=config.corpus.keep_lines
+                ),
                 is_held_out=is_held_out,
                 source_counts=read.counts,
             ),

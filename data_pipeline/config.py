@@ -44,8 +44,10 @@ class CorpusConfig(StrictModel):
     """Take documents until this much text is reached; 0 takes all."""
     held_out: float = Field(default=0.05, ge=0, lt=1)
     """Share of documents kept out of training, chosen by a hash of the document key."""
-    sentences: Literal["punkt", "line"] = "punkt"
-    """How a document is split: a sentence splitter for English, or one sentence a line."""
+    sentences: str = Field(default="punkt", pattern="^(punkt|line|[a-z]{2,3})$")
+    """How a document is split: "punkt" for English, "line" for one sentence a line, or a language such as "de" or "zh"."""
+    keep_lines: bool = False
+    """A line end ends a sentence too, as in verse; otherwise only a blank line does."""
     text_key: str = "text"
     """Field of a JSON line, or column of a table, that holds the text."""
     encoding: str = "utf-8"

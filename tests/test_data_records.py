@@ -18,7 +18,7 @@ from data_pipeline.readers import CorpusError, find_inputs, read_documents
 
 
 def read(path: Path | str, source: str, counts: Counter[str] | None = None, tasks: int = 1, **settings):
-    corpus = CorpusConfig(source=source, paths=(str(path),), **settings)
+    corpus = CorpusConfig.model_validate({"source": source, "paths": (str(path),), **settings})
     inputs = find_inputs(corpus, Path(path))
     return [d for task in range(tasks) for d in read_documents(corpus, inputs, task, tasks, counts)]
 

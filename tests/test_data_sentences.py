@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from pathlib import Path
+
 import pytest
 
+from data_pipeline.config import ConfigError, CorpusConfig, validate
 from data_pipeline.sentences import split_sentences
 
 
@@ -22,7 +27,7 @@ def test_punkt_knows_abbreviations_and_keeps_paragraphs_apart():
     ]
 
 
-@pytest.mark.parametrize("method", ["punkt", "line"])
+@pytest.mark.parametrize("method", ["punkt", "line", "en", "zh"])
 def test_no_empty_sentences_and_no_text_lost(method):
     text = "  \n\nFirst one here.  Second!\n \n\tThird?\n"
     parts = split_sentences(text, method)
@@ -31,6 +36,45 @@ def test_no_empty_sentences_and_no_text_lost(method):
     assert split_sentences(" \n\r\n", method) == []
 
 
+def contexts(shared_data: Path, language: str) -> list[str]:
+    """The 240 paragraphs of Wikipedia that XQuAD translates."""
+    content = json.loads(gzip.decompress((shared_data / f"xquad/xquad.{language}.json.gz").read_bytes()))
+    return [paragraph["context"] for article in content["data"] for paragraph in article["paragraphs"]]
+
+
+@pytest.mark.parametrize(("method", "language"), [("punkt", "en"), ("de", "de"), ("zh", "zh"), ("ru", "ru")])
+def test_paragraphs_of_wikipedia_in_several_languages(shared_data, method, language):
+    """The translations hold the same sentences: about 5 a paragraph, each with an end."""
+    paragraphs = contexts(shared_data, language)
+    found = [split_sentences(text, method) for text in paragraphs]
+    sentences = [sentence for parts in found for sentence in parts]
+    assert 1100 < len(sentences) < 1400
+    assert sum(s[-1] in '.!?。！？”"»)' for s in sentences) > 0.98 * len(sentences)
+    for text, parts in zip(paragraphs, found, strict=True):
+        assert "".join("".join(parts).split()) == "".join(text.split())
+    if language == "zh":
+        assert found[0][0].endswith("四次入选职业碗。") and max(len(parts) for parts in found) > 8
+
+
+def test_abbreviations_of_german():
+    text = "Er kam am 3. Mai 1914 z. B. nach Prag. Dr. Müller war da. „Was ist?“ fragte er. Das ist alles."
+    assert split_sentences(text, "de") == [
+        "Er kam am 3. Mai 1914 z. B. nach Prag.",
+        "Dr. Müller war da.",
+        "„Was ist?“ fragte er.",
+        "Das ist alles.",
+    ]
+
+
+@pytest.mark.parametrize("method", ["punkt", "de"])
+def test_kept_lines_end_sentences(method):
+    verse = "Wer reitet so spät durch Nacht und Wind?\nEs ist der Vater mit seinem Kind;\nEr hat\n\nIhn."
+    assert split_sentences(verse, method, keep_lines=True) == [line for line in verse.split("\n") if line]
+    assert len(split_sentences(verse, method)) == 3
+
+
 def test_unknown_method_is_refused():
-    with pytest.raises(ValueError, match=r"expected 'punkt' or 'line'"):
+    with pytest.raises(ConfigError, match=r"sentences"):
+        validate(CorpusConfig, {"sentences": "pnkt"}, "x.toml")
+    with pytest.raises(ValueError, match=r"expected 'punkt', 'line' or a language code"):
         split_sentences("a", "other")
