@@ -38,7 +38,14 @@ def make_block() -> Callable[..., Block]:
 
 
 def _write_dataset(
-    directory: Path, *, shards: int = 2, blocks: int = 3, examples: int = 5, mask_sets: int = 2, seed: int = 0
+    directory: Path,
+    *,
+    shards: int = 2,
+    blocks: int = 3,
+    examples: int = 5,
+    mask_sets: int = 2,
+    seed: int = 0,
+    tokenizer: str = "0" * 64,
 ) -> ShardIndex:
     """Shards of blocks of examples; block sizes differ by one now and then, so that no size divides anything."""
     rng = np.random.default_rng(seed)
@@ -52,7 +59,7 @@ def _write_dataset(
         records.append(writer.record)
     info = DatasetInfo(
         settings={"max_seq_length": 24},
-        tokenizer="0" * 64,
+        tokenizer=tokenizer,
         vocab_size=100,
         special_ids={"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4},
         max_seq_length=24,
