@@ -1,0 +1,56 @@
+"""`python -m pretrain.status` on folders of running, dead, complete and absent runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pretrain.status import describe, main
+
+LINE = {
+    "kind": "train", "step": 20, "time": 1000.0, "loss": 2.5, "mlm_accuracy": 0.25, "grad_norm": "inf", "lr": 1e-4,
+    "tokens_per_second": 5000.0, "step_seconds": 2.0, "mfu": 0.4, "data_wait_share": 0.01, "memory_mb": 100.0,
+    "skipped_steps": 1,
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "pretrain"
+    (folder / "checkpoints" / "step-000000010").mkdir(parents=True)
+    config = {"train": {"steps": 100, "log_every": 10}, "tracking": {"enabled": True}}
+    record = {"name": "r", "config": config, "parameters": 1234, "starts": [{}, {}], "unigram_loss": 6.5}
+    (folder / "run.json").write_text(json.dumps(record))
+    validation = [{"kind": "validation", "step": step, "mlm_loss": loss} for step, loss in ((10, 3.0), (20, "nan"))]
+    lines = [json.dumps(line) for line in (*validation, LINE)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"kind": "tr')
+    return folder
+
+
+def test_a_running_run_at_a_glance(run: Path) -> None:
+    text = describe(run, now=1030.0)
+    assert describe(run.parent, now=1030.0) == text
+    for words in (
+        "1,234 parameters, 2 starts",
+        "running, last line 0:00:30 ago",
+        "20 of 100 (20.0%), 0:02:40 left",
+        "gradient inf",
+        "step 20: MLM loss nan, best 3.0000 at step 10",
+        "saved     10",
+        "1 steps with a gradient",
+        "not sent yet",
+    ):
+        assert words in text, text
+
+
+def test_a_dead_and_a_complete_run(run: Path) -> None:
+    assert "silent for 1:00:00: stopped or dead" in describe(run, now=4600.0)
+    (run / "checkpoints" / "step-000000100").mkdir()
+    assert "complete" in describe(run, now=4600.0)
+
+
+def test_a_folder_without_a_run_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}: no run here")
