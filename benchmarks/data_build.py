@@ -1,8 +1,9 @@
-"""Tokens per CPU second of a build from pre-split text, against a plain per-example pipeline in Python.
+"""Tokens per CPU second of a build from pre-split and from raw text, against a plain per-example pipeline in Python.
 
 Ours: the whole of `python -m data_pipeline.build` (start, reading, encoding, pairs, masks, tars written), CPU time of
-all its processes. The peer does what the classic scripts for BERT do: encode each sentence with `tokenizers`, build
+all its processes; what the start costs is shown. The peer does what the classic scripts for BERT do: encode each sentence with `tokenizers`, build
 pairs and masks from lists of tokens, one example at a time; it writes nothing, and its start is not counted.
+From raw text the peer is the bare cost of sentence splitter and encoder.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tokenizers import Tokenizer
 from data_pipeline.sentences import split_sentences
 
 GOAL = 10.0
+RAW_GOAL = 0.6
 LENGTH = 128
 SENTENCES_PER_DOCUMENT = 60
 
@@ -55,43 +57,63 @@ def _embedded(megabytes: float):
         yield document.text
 
 
-def ours(folder: Path, lines: list[str], copies: int) -> tuple[float, Path]:
-    """Tokens per CPU second of the build, and its tokenizer."""
-    documents = [lines[i : i + SENTENCES_PER_DOCUMENT] for i in range(0, len(lines), SENTENCES_PER_DOCUMENT)]
-    text = "\n\n".join("\n".join(document) for document in documents)
+def build(folder: Path, texts: list[str], vocabulary_path: Path, how: str, workers: int = 1) -> dict[str, float]:
+    """Build these files; tokens of the corpus, CPU seconds of all processes, seconds on the clock.
+
+    Args:
+        folder: is made; the data set stays there.
+        texts: one file each.
+        vocabulary_path: of the tokenizer.
+        how: `corpus.sentences`.
+        workers: processes.
+    """
     corpus = folder / "corpus"
-    corpus.mkdir()
-    for copy in range(copies):
-        (corpus / f"{copy:03d}.txt").write_text(text, encoding="utf-8")
+    corpus.mkdir(parents=True)
+    for number, text in enumerate(texts):
+        (corpus / f"{number:03d}.txt").write_text(text, encoding="utf-8")
     config = folder / "build.toml"
     config.write_text(
         f"""
 [corpus]
 source = "text"
 paths = ["{corpus}"]
-sentences = "line"
+sentences = "{how}"
 held_out = 0.0
 [tokenizer]
-path = "{vocabulary(folder, lines)}"
+path = "{vocabulary_path}"
 [data]
 dir = "{folder / "data"}"
 max_seq_length = {LENGTH}
 mask_sets = 1
-buckets = 4
-workers = 1
+workers = {workers}
 """
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     command = [sys.executable, "-m", "data_pipeline.build", "--config", str(config)]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    after, clock = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter() - started
+    cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     stats = json.loads((folder / "data" / "train" / "stats.json").read_bytes())
+    size = _size(folder / "data" / "train")
     print(
-        f"ours: {stats['corpus_tokens']} corpus tokens into {stats['examples']} examples in {seconds:.2f} CPU s, "
-        f"{(folder / 'data' / 'train').name} holds {_size(folder / 'data' / 'train') / 1e6:.1f} MB"
+        f"{folder.name}: {stats['corpus_tokens'] / 1e6:.2f} M corpus tokens into {stats['examples']} examples, "
+        f"{size / 1e6:.1f} MB, in {cpu:.2f} CPU s ({clock:.2f} s, {workers} workers)"
     )
-    return stats["corpus_tokens"] / seconds, folder / "data" / "tokenizer" / "tokenizer.json"
+    return {"tokens": stats["corpus_tokens"], "cpu": cpu, "clock": clock}
+
+
+def bare(text: str, tokenizer_dir: Path) -> float:
+    """Tokens per CPU second of sentence splitter and encoder alone."""
+    from data_pipeline.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(tokenizer_dir)
+    documents = text.split("\n\n")
+    split_sentences(documents[0], "punkt")
+    started = time.process_time()
+    found = [split_sentences(document, "punkt") for document in documents]
+    sentences_of_all = [sentence for part in found for sentence in part]
+    tokens = len(tokenizer.encode_flat(sentences_of_all)[0])
+    return tokens / (time.process_time() - started)
 
 
 def _size(folder: Path) -> int:
@@ -186,13 +208,38 @@ def plain_mask(first: list[str], second: list[str], label: int, vocabulary: list
 
 
 def main() -> None:
-    """Measure both on the same sentences."""
+    """Measure all on the same text."""
     quick = quick_argument(__doc__.split("\n")[0]).quick
     lines = sentences(0.5 if quick else 4.0)
-    with tempfile.TemporaryDirectory() as folder:
-        value, tokenizer_file = ours(Path(folder), lines, copies=2 if quick else 16)
-        other = peer(lines[: 2000 if quick else 20000], tokenizer_file)
+    documents = [lines[i : i + SENTENCES_PER_DOCUMENT] for i in range(0, len(lines), SENTENCES_PER_DOCUMENT)]
+    pre_split = "\n\n".join("\n".join(document) for document in documents)
+    raw = "\n\n".join("\n".join(" ".join(part) for part in _tens(document)) for document in documents)
+    copies = 2 if quick else 40
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path = vocabulary(folder, lines)
+        start = build(folder / "start", [pre_split[:20000]], path, "line")
+        ours = build(folder / "pre-split", [pre_split] * copies, path, "line")
+        raw_ours = build(folder / "raw", [raw] * max(2, copies // 5), path, "punkt")
+        two = build(folder / "two", [pre_split] * copies, path, "line", workers=2)
+        tokenizer_dir = folder / "pre-split" / "data" / "tokenizer"
+        bare_rate = bare(raw, tokenizer_dir)
+        other = peer(lines[: 2000 if quick else 20000], tokenizer_dir / "tokenizer.json")
+    value, raw_value = (run["tokens"] / run["cpu"] for run in (ours, raw_ours))
+    print(
+        f"start-up alone: {start['cpu']:.2f} CPU s, {start['cpu'] / ours['cpu']:.0%} of the build from pre-split text"
+    )
+    print(f"two workers are {ours['clock'] / two['clock']:.2f} times as fast as one")
+    print(
+        f"from raw text: {raw_value / bare_rate:.0%} of splitter and encoder alone ({bare_rate:.0f} tokens per CPU second)"
+    )
+    report("data_build_raw", raw_value, "tokens per CPU second", 1 / (1 / other + splitting), 1.0)
     report("data_build", value, "tokens per CPU second", other, GOAL)
+
+
+def _tens(document: list[str]) -> list[list[str]]:
+    """Running text: ten sentences a line."""
+    return [document[i : i + 10] for i in range(0, len(document), 10)]
 
 
 if __name__ == "__main__":
