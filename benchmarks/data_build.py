@@ -1,8 +1,9 @@
 """Tokens per CPU second of a build from pre-split and from raw text, against a plain per-example pipeline in Python.
 
 Ours: the whole of `python -m data_pipeline.build` (start, reading, encoding, pairs, masks, tars written), CPU time of
-all its processes; what the start costs is shown. The peer does what the classic scripts for BERT do: encode each sentence with `tokenizers`, build
-pairs and masks from lists of tokens, one example at a time; it writes nothing, and its start is not counted.
+all its processes; what the start costs is shown. The peer does what the classic scripts for BERT do: encode each
+sentence with `tokenizers`, build pairs and masks from lists of tokens, one example at a time; it writes nothing, and its
+start is not counted.
 From raw text the peer is the bare cost of sentence splitter and encoder.
 """
 
@@ -230,10 +231,8 @@ def main() -> None:
         f"start-up alone: {start['cpu']:.2f} CPU s, {start['cpu'] / ours['cpu']:.0%} of the build from pre-split text"
     )
     print(f"two workers are {ours['clock'] / two['clock']:.2f} times as fast as one")
-    print(
-        f"from raw text: {raw_value / bare_rate:.0%} of splitter and encoder alone ({bare_rate:.0f} tokens per CPU second)"
-    )
-    report("data_build_raw", raw_value, "tokens per CPU second", 1 / (1 / other + splitting), 1.0)
+    print("data_build_raw is compared with sentence splitter and encoder alone, data_build with the plain pipeline")
+    report("data_build_raw", raw_value, "tokens per CPU second", bare_rate, RAW_GOAL)
     report("data_build", value, "tokens per CPU second", other, GOAL)
 
 
