@@ -7,7 +7,7 @@ CONFIG ?= configs/demo.toml
 RUN ?= runs/demo
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test check format bench clean help
+.PHONY: demo test lint check format bench clean help
 
 help:
 	@echo "make demo    raw text to an HTML report on this machine (two CPU ranks)"
@@ -32,14 +32,21 @@ demo: $(STAMP)
 	$(BIN)/python -m eval.report --runs $(RUN) --output $(RUN)/report
 	@echo "report: $(RUN)/report/index.html"
 
-test: $(STAMP)
-	$(BIN)/python -m pytest
+# Two rounds: quick tests side by side, then those that need the machine to themselves.
+QUICK := not slow and not multiproc and not slurm and not gpu
+PYTEST_QUICK := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "$(QUICK)"
 
-check: $(STAMP)
+test: $(STAMP)
+	$(PYTEST_QUICK)
+	$(BIN)/python -m pytest -m "not ($(QUICK))"
+
+lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not slow and not multiproc and not slurm and not gpu"
+
+check: lint
+	$(PYTEST_QUICK)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
