@@ -58,16 +58,20 @@ class CorpusConfig(StrictModel):
 class TokenizerConfig(StrictModel):
     """`[tokenizer]`: the vocabulary to train, or the finished one to use."""
 
-    kind: Literal["wordpiece", "unigram", "bpe"] = "wordpiece"
+    kind: Literal["wordpiece", "unigram", "bpe", "byte_bpe"] = "wordpiece"
+    """BERT's WordPiece, SentencePiece unigram or BPE (ALBERT), or byte-level BPE (RoBERTa)."""
     path: str = ""
     """A folder or file with a finished vocabulary; empty: train one on the training part of the corpus."""
     vocab_size: int = Field(default=30522, ge=16)
     lowercase: bool = True
+    """Byte-level BPE keeps case unless this is written down."""
     strip_accents: bool | None = None
     """None: strip exactly where text is lower-cased, as BERT does."""
     split_cjk: bool = True
     sample_megabytes: float = Field(default=200, gt=0)
     """Train on a random sample of about this much text, chosen by the seed."""
+    max_skipped: float = Field(default=0.5, ge=0, le=1)
+    """Training ends with an error where a larger share of the sample's bytes cannot be used."""
 
 
 class SlurmConfig(StrictModel):
@@ -140,6 +144,7 @@ OTHER_TABLES = (
     "validation",
     "tracking",
     "faults",
+    "phases",
     "distillation",
     "deepspeed",
 )

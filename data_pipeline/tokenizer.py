@@ -9,6 +9,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from data_pipeline.byte_bpe import (
+    FILE_NAMES,
+    MERGES_FILE,
+    VOCAB_FILE,
+    ByteBPETokenizer,
+    byte_bpe_of_json,
+    read_byte_bpe,
+)
 from data_pipeline.config import TokenizerConfig
 from data_pipeline.sentencepiece_model import MODEL_FILE, SentencePieceTokenizer
 from data_pipeline.tokenizer_folder import (
@@ -27,7 +35,7 @@ class Tokenizer(Protocol):
     """Text to ids. Legend: `V` vocabulary entries, `N` ids of a batch.
 
     Attributes:
-        kind: "wordpiece", "unigram" or "bpe".
+        kind: "wordpiece", "unigram", "bpe" or "byte_bpe".
         flags: the stored normalisation flags.
         tokens: the V entries in the order of ids.
         word_starts: (V,) bool, ids that begin a word (special tokens are words of their own).
@@ -87,13 +95,16 @@ class Tokenizer(Protocol):
         """Write the folder that `load_tokenizer` and `transformers.AutoTokenizer` read."""
 
 
-def normalisation_of(config: TokenizerConfig, wordpiece: bool = True) -> Normalisation:
-    """The flags of a configuration; an accent setting of None follows `lowercase`, as in BERT.
+def normalisation_of(config: TokenizerConfig, kind: str = WordPieceTokenizer.kind) -> Normalisation:
+    """The flags of a configuration for a kind of tokenizer; an accent setting of None follows `lowercase`, as in BERT.
 
-    `split_cjk` is a rule of WordPiece: SentencePiece models split text without white space by themselves.
+    `split_cjk` is a rule of WordPiece: the others split text without white space by themselves. Byte-level BPE keeps case
+    unless `lowercase` is set on purpose, as in GPT-2 and RoBERTa.
     """
-    strip = config.lowercase if config.strip_accents is None else config.strip_accents
-    return Normalisation(lowercase=config.lowercase, strip_accents=strip, split_cjk=config.split_cjk and wordpiece)
+    lowercase = config.lowercase and (kind != ByteBPETokenizer.kind or "lowercase" in config.model_fields_set)
+    strip = lowercase if config.strip_accents is None else config.strip_accents
+    split_cjk = config.split_cjk and kind == WordPieceTokenizer.kind
+    return Normalisation(lowercase=lowercase, strip_accents=strip, split_cjk=split_cjk)
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
@@ -108,6 +119,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     tokenizer: Tokenizer
     if descriptor["kind"] == WordPieceTokenizer.kind:
         tokenizer = WordPieceTokenizer(read_vocab(directory / "vocab.txt"), flags, directory / "vocab.txt")
+    elif descriptor["kind"] == ByteBPETokenizer.kind:
+        tokenizer = read_byte_bpe(directory / VOCAB_FILE, directory / MERGES_FILE, flags)
     else:
         tokenizer = _read_model(directory / MODEL_FILE, flags)
     if tokenizer.fingerprint != descriptor["fingerprint"]:
@@ -119,10 +132,11 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def import_tokenizer(path: str | Path, config: TokenizerConfig) -> Tokenizer:
-    """A finished vocabulary: a folder of ours or of Hugging Face, a `vocab.txt`, `tokenizer.json` or `.model` file.
+    """A finished vocabulary: a folder of ours or of Hugging Face, or one file.
 
-    Flags stored beside the vocabulary hold; a flag written in the configuration that contradicts them is an error.
-    A bare `vocab.txt` or `.model` takes the configuration's flags.
+    Files: `vocab.txt` (WordPiece), `.model` (SentencePiece), `merges.txt` or `vocab.bpe` (byte-level BPE, with the JSON
+    of its ids beside it where there is one), `tokenizer.json`. Flags stored beside the vocabulary hold; a flag written in
+    the configuration that contradicts them is an error. A bare vocabulary takes the configuration's flags.
 
     Raises:
         TokenizerError: nothing usable at `path`, or the flags contradict each other.
@@ -135,8 +149,15 @@ def import_tokenizer(path: str | Path, config: TokenizerConfig) -> Tokenizer:
     if path.suffix == ".json":
         return _import_json(path, config)
     if path.suffix == ".model":
-        return _read_model(path, normalisation_of(config, wordpiece=False))
+        return _read_model(path, normalisation_of(config, "unigram"))
+    if path.suffix == ".bpe" or path.name.endswith(MERGES_FILE):
+        beside = (path.with_name(vocab) for vocab, _ in FILE_NAMES)
+        return read_byte_bpe(next((vocab for vocab in beside if vocab.exists()), None), path, _byte_flags(config))
     return WordPieceTokenizer(read_vocab(path), normalisation_of(config), path)
+
+
+def _byte_flags(config: TokenizerConfig) -> Normalisation:
+    return normalisation_of(config, ByteBPETokenizer.kind)
 
 
 def _import_folder(path: Path, config: TokenizerConfig) -> Tokenizer:
@@ -144,14 +165,19 @@ def _import_folder(path: Path, config: TokenizerConfig) -> Tokenizer:
         tokenizer = load_tokenizer(path)
         _refuse_contradiction(path, tokenizer.flags, config)
         return tokenizer
+    for vocab, merges in FILE_NAMES:
+        if (path / vocab).exists() and (path / merges).exists():
+            return read_byte_bpe(path / vocab, path / merges, _byte_flags(config))
     if (path / "tokenizer.json").exists() and not (path / MODEL_FILE).exists():
         return _import_json(path / "tokenizer.json", config)
     if (path / "vocab.txt").exists():
         flags = _transformers_flags(path / "tokenizer_config.json", config)
         return WordPieceTokenizer(read_vocab(path / "vocab.txt"), flags, path / "vocab.txt")
     if found := sorted(path.glob("*.model")):
-        return _read_model(found[0], normalisation_of(config, wordpiece=False))
-    raise TokenizerError(f"{path}: expected {DESCRIPTOR}, tokenizer.json, vocab.txt or a .model file in the folder")
+        return _read_model(found[0], normalisation_of(config, "unigram"))
+    raise TokenizerError(
+        f"{path}: expected {DESCRIPTOR}, tokenizer.json, vocab.txt, merges or a .model file in the folder"
+    )
 
 
 def _read_model(path: Path, flags: Normalisation) -> Tokenizer:
@@ -164,6 +190,8 @@ def _read_model(path: Path, flags: Normalisation) -> Tokenizer:
 def _import_json(path: Path, config: TokenizerConfig) -> Tokenizer:
     content = _read_json(path)
     model, normalizer = content.get("model") or {}, content.get("normalizer") or {}
+    if model.get("type") == "BPE":
+        return byte_bpe_of_json(content, _byte_flags(config), path)
     if model.get("type") != "WordPiece" or normalizer.get("type") != "BertNormalizer":
         raise TokenizerError(
             f"{path}: expected a WordPiece model with a BertNormalizer, found "

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from data_pipeline.artefacts import write_text
+from data_pipeline.byte_bpe import train_byte_bpe
 from data_pipeline.config import TokenizerConfig
 from data_pipeline.sentencepiece_model import SentencePieceTokenizer, normalise, text_normalizer
 from data_pipeline.text_sample import PIECE_CHARACTERS, TextSample
@@ -40,7 +41,7 @@ class TrainingReport:
     """What a training used and skipped. Stored beside the vocabulary as `training_report.json`.
 
     Attributes:
-        kind: "wordpiece", "unigram" or "bpe".
+        kind: `tokenizer.kind`.
         requested_size, vocab_size: entries asked for and made (fewer where the text does not yield more).
         texts: texts offered.
         bytes_offered, bytes_sampled: UTF-8 bytes of the texts, and of the sample that was trained on.
@@ -82,14 +83,11 @@ class _Skipped:
         self.size += len(text.encode("utf-8", "replace"))
 
 
-def train_vocabulary(
-    texts: Iterable[str], config: TokenizerConfig, seed: int, output_dir: Path, max_skipped: float = 0.5
-) -> TrainingReport:
+def train_vocabulary(texts: Iterable[str], config: TokenizerConfig, seed: int, output_dir: Path) -> TrainingReport:
     """Train the vocabulary that `config` asks for and write its folder, descriptor last.
 
     Args:
         texts: documents; read once, held only as far as the sample of `config.sample_megabytes`.
-        max_skipped: largest share of the sample's bytes that may be skipped.
 
     Raises:
         TokenizerError: no text, or too much of it had to be skipped.
@@ -105,11 +103,14 @@ def train_vocabulary(
     tokenizer: Tokenizer
     if config.kind == "wordpiece":
         tokenizer = train_wordpiece(pieces, config.vocab_size, normalisation_of(config), skipped)
+    elif config.kind == "byte_bpe":
+        flags = normalisation_of(config, config.kind)
+        tokenizer = train_byte_bpe(pieces, config.vocab_size, flags, MIN_FREQUENCY)
     else:
-        flags = normalisation_of(config, wordpiece=False)
+        flags = normalisation_of(config, config.kind)
         tokenizer = train_sentencepiece(pieces, config.kind, config.vocab_size, flags, skipped)
-    if skipped.size > max_skipped * sample.bytes_kept:
-        raise TokenizerError(_too_much(skipped, sample.bytes_kept, max_skipped))
+    if skipped.size > config.max_skipped * sample.bytes_kept:
+        raise TokenizerError(_too_much(skipped, sample.bytes_kept, config.max_skipped))
     report = TrainingReport(
         kind=config.kind,
         requested_size=config.vocab_size,
@@ -132,7 +133,7 @@ def train_vocabulary(
 def _too_much(skipped: _Skipped, sampled: int, max_skipped: float) -> str:
     return (
         f"training the vocabulary would skip {skipped.size} of {sampled} bytes ({skipped.lines} lines), more than the "
-        f"allowed share of {max_skipped:g}: words over the limit of {MAX_WORD_CHARACTERS} characters cannot be used; "
+        f"share that tokenizer.max_skipped = {max_skipped:g} allows: words over the limit of {MAX_WORD_CHARACTERS} characters cannot be used; "
         "check that the corpus is text with spaces"
     )
 
