@@ -232,7 +232,8 @@ def main() -> None:
     source = "made-up batches" if made else "batches from shards"
     real = np.mean([batch.tokens / batch.examples for batch in batches])
     print(
-        f"{options.preset}, {examples} examples to {options.length} tokens ({real:.0f} on average), {source}; {machine()}"
+        f"{options.preset}, {examples} examples to {options.length} tokens ({real:.0f} on average), {source}; "
+        f"{machine()}, {torch.get_num_threads()} threads"
     )
     memory = {}
     if not options.quick:

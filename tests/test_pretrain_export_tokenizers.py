@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 import transformers
 
@@ -57,8 +58,10 @@ def exported(tokenizer: Tokenizer, folder: Path, **table) -> Path:
 
 def assert_same_ids(folder: Path, tokenizer: Tokenizer) -> None:
     reloaded = transformers.AutoTokenizer.from_pretrained(folder)
+    bare = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))  # as programs without transformers read it
     for text in TEXTS:
         own = tokenizer.encode_flat([text])[0].tolist()
+        assert bare.encode(text, add_special_tokens=False).ids == own, ascii(text)
         assert reloaded(text, add_special_tokens=False)["input_ids"] == own, ascii(text)
         assert reloaded(text)["input_ids"] == [tokenizer.cls_id, *own, tokenizer.sep_id], ascii(text)
 
