@@ -140,6 +140,16 @@ def test_a_wrong_weight_stops_the_export(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer"]
 
 
+def test_r22_weights_that_are_not_finite_are_never_exported(tmp_path):
+    tokenizer_dir = save_tokenizer(tmp_path / "tokenizer")
+    model = model_for(tokenizer_dir)
+    with torch.no_grad():
+        model.encoder.layers[1].down.weight[3, 5] = float("nan")
+    with pytest.raises(InterchangeError, match="differ by nan"):
+        export_to_hf(model, tokenizer_dir, tmp_path / "export")
+    assert not (tmp_path / "export").exists()
+
+
 def test_what_hugging_face_cannot_hold_is_refused(tmp_path):
     tokenizer_dir = save_tokenizer(tmp_path / "tokenizer")
     for table, message in (

@@ -107,6 +107,15 @@ def test_r43_a_trained_sentencepiece_model_is_exported_with_its_ids(tmp_path, ki
     assert len(found) == 3
 
 
+def test_r43_byte_level_bpe_is_exported_with_its_ids(tmp_path):
+    train_vocabulary(CORPUS * 20, TokenizerConfig(kind="byte_bpe", vocab_size=300), 1, tmp_path / "trained")
+    tokenizer = load_tokenizer(tmp_path / "trained")
+    table = {"architecture": "roberta", "type_vocab": 1, "sentence_objective": "none"}
+    folder = exported(tokenizer, tmp_path, position_offset=tokenizer.pad_id + 1, **table)
+    assert_same_ids(folder, tokenizer)
+    assert load_tokenizer(folder).fingerprint == tokenizer.fingerprint
+
+
 def test_r43_the_published_albert_vocabulary_is_exported_with_its_ids(tmp_path, shared_data):
     tokenizer = import_tokenizer(shared_data / "vocab" / "albert-v2-spiece.model", TokenizerConfig())
     folder = exported(tokenizer, tmp_path, **ALBERT)
