@@ -1,5 +1,6 @@
-"""Peak memory of the largest process of a build, for a corpus and for one ten times as large.
+"""Peak memory of a worker of a build, for a corpus and for one ten times as large.
 
+One process does all the work here, so its peak is that of a worker and of the build around it.
 The text is pre-split, so that the pipeline itself is measured and not the sentence splitter; the larger corpus repeats the
 files of the smaller one under other names, so that its documents have keys of their own.
 """
@@ -20,7 +21,7 @@ LIMIT_MEGABYTES = 1500
 
 
 def peak_megabytes(folder: Path, text: str, copies: int, vocabulary_path: Path) -> float:
-    """Build `copies` files of this text with two workers; the peak of its largest process."""
+    """Build `copies` files of this text with one worker; the peak of its process."""
     corpus = folder / "corpus"
     corpus.mkdir(parents=True)
     for copy in range(copies):
@@ -28,15 +29,15 @@ def peak_megabytes(folder: Path, text: str, copies: int, vocabulary_path: Path) 
     config = folder / "build.toml"
     config.write_text(
         f'[corpus]\nsource = "text"\npaths = ["{corpus}"]\nsentences = "line"\nheld_out = 0.01\n'
-        f'[tokenizer]\npath = "{vocabulary_path}"\n[data]\ndir = "{folder / "data"}"\nmask_sets = 4\nworkers = 2\n'
+        f'[tokenizer]\npath = "{vocabulary_path}"\n[data]\ndir = "{folder / "data"}"\nmask_sets = 4\nworkers = 1\n'
     )
     command = [sys.executable, "-m", "data_pipeline.build", "--config", str(config)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)  # its usage, and that of all processes it waited for
+    _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit("the build failed")
-    print(f"{copies * len(text) / 1e6:.0f} MB of text: {usage.ru_maxrss / 1024:.0f} MiB in the largest process")
+    print(f"{copies * len(text) / 1e6:.0f} MB of text: {usage.ru_maxrss / 1024:.0f} MiB at the peak")
     return usage.ru_maxrss * 1024 / 1e6
 
 
@@ -49,8 +50,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         vocabulary_path = vocabulary(folder, lines)
-        small = peak_megabytes(folder / "small", text, 1 if quick else 20, vocabulary_path)
-        large = peak_megabytes(folder / "large", text, 4 if quick else 200, vocabulary_path)
+        small = peak_megabytes(folder / "small", text, 1 if quick else 4, vocabulary_path)
+        large = peak_megabytes(folder / "large", text, 4 if quick else 40, vocabulary_path)
     print(f"limit: {LIMIT_MEGABYTES} MB a worker, {'kept' if large < LIMIT_MEGABYTES else 'EXCEEDED'}")
     report("build_memory", large, "MB at the peak", small, GOAL, higher_is_better=False)
 

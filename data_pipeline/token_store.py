@@ -26,8 +26,8 @@ from typing import IO, Any
 import numpy as np
 
 MAGIC = b"CLZTOK01"
-SEGMENT_TOKENS = 8_000_000
-"""Ids in memory before a segment is written: about 130 MB at the peak, while they are sorted by group."""
+SEGMENT_TOKENS = 4_000_000
+"""Ids in memory before a segment is written: about 70 MB at the peak, while they are sorted by group."""
 
 _TAIL = struct.Struct("<Q8s")
 _COLUMNS = 6

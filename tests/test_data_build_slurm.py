@@ -16,6 +16,8 @@ import orjson
 import pytest
 
 from data_pipeline.build import main
+from data_pipeline.cluster_execution import SlurmExecutor
+from data_pipeline.config import SlurmConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "tests" / "testcluster.sh"
@@ -82,3 +84,26 @@ def test_slurm_arrays_make_the_bytes_of_a_local_build(login: Login, tmp_path: Pa
     for stage in ("tokens", "assemble"):  # both ran as arrays: one log of Slurm's per task
         logs = list((tmp_path / "slurm" / stage / "state/slurm_logs").glob("*_[01].out"))
         assert len(logs) == 2
+
+
+def test_job_of_an_earlier_submission_does_nothing(tmp_path: Path) -> None:
+    """A build that was started again has submitted the stage anew: jobs of the first submission must not write."""
+    ran: list[int] = []
+
+    def step(data: object, rank: int, tasks: int) -> None:
+        ran.append(rank)
+
+    executor = SlurmExecutor([step], tasks=1, at_once=0, state_dir=tmp_path, slurm=SlurmConfig())  # type: ignore[list-item]
+    executor.generation = "first"
+    (tmp_path / "generation").write_text("second")
+    executor._run_for_rank(0)
+    assert ran == []
+    assert executor.get_incomplete_ranks() == [0]
+
+
+def test_directives_left_to_the_cluster_are_not_written(tmp_path: Path) -> None:
+    slurm = SlurmConfig(mem_per_cpu_gb=0, time="00:10:00", extra={"account": "nlp"})
+    arguments = SlurmExecutor([], tasks=3, at_once=2, state_dir=tmp_path, slurm=slurm).get_sbatch_args(3)
+    assert not {"partition", "mem-per-cpu", "qos"} & set(arguments)
+    assert (arguments["array"], arguments["time"], arguments["account"]) == ("0-2%2", "00:10:00", "nlp")
+    assert "wait" in arguments
