@@ -145,6 +145,7 @@ OTHER_TABLES = (
     "tracking",
     "faults",
     "phases",
+    "phases",
     "distillation",
     "deepspeed",
 )

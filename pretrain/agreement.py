@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.config import ConfigError
+from pretrain.collectives import gather_objects
 from pretrain.config import TrainConfig
 from pretrain.run_folder import changed_keys, versions
 
@@ -46,7 +47,6 @@ def require_agreement(config: TrainConfig, *, vocabulary: str, data: str) -> Non
     Raises:
         ConfigError: on every rank, naming the first rank that differs and in what.
     """
-    from pretrain.engine import gather_objects  # DeepSpeed's import takes seconds; `first_difference` needs none of it
 
     mine = Facts(
         host=socket.gethostname(),

@@ -59,6 +59,8 @@ class TrainerState:
     git: str
     config: dict[str, Any] = field(repr=False)
     mlflow_run_id: str = ""
+    skipped_before_phase: int = 0
+    """Of the skipped steps, those before the current phase."""
     held_out_loss: float | None = None
     """MLM loss on the held-out examples, where this step was validated; "nan" is stored as null."""
     schema: int = SCHEMA

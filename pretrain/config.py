@@ -106,6 +106,11 @@ class ScheduleConfig(StrictModel):
     staircase: bool = False
     """exponential: the rate changes only every `decay_steps` updates."""
 
+    @property
+    def decay_at_end(self) -> int:
+        """Updates that the end of the run is kept for."""
+        return self.decay_steps if self.shape == "warmup_stable_decay" else 0
+
     @model_validator(mode="after")
     def _keys_fit_the_shape(self) -> Self:
         stepped = self.shape in ("exponential", "warmup_stable_decay")
@@ -137,6 +142,26 @@ class ValidationConfig(StrictModel):
     """Steps between two validations; the last step is always validated. 0: never."""
     micro_batch: int = Field(default=32, ge=1)
     """Examples that one rank evaluates at once."""
+
+
+class PhaseConfig(StrictModel):
+    """`[[phases]]`: one part of the run; what is left out is as in the tables. See pretrain/phases.py."""
+
+    steps: int = Field(ge=1)
+    """Optimizer steps of this phase; together they are train.steps."""
+    data_dir: str = ""
+    """Instead of data.dir: data of the same tokenizer, built for example with another data.max_seq_length."""
+    global_batch: int = Field(default=0, ge=0)
+    micro_batch: int = Field(default=0, ge=0)
+    lr: float = Field(default=0.0, ge=0)
+    schedule: ScheduleConfig | None = None
+    """Warm-up and decay over this phase alone; unset: `[schedule]` goes on over the whole run."""
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Self:
+        if self.schedule is not None and self.schedule.warmup_steps + self.schedule.decay_at_end >= self.steps:
+            raise ValueError(f"key 'phases.schedule': warm-up and decay do not fit into {self.steps} steps")
+        return self
 
 
 class TrackingConfig(StrictModel):
@@ -188,6 +213,8 @@ class TrainConfig(PipelineConfig):
     tracking: TrackingConfig = TrackingConfig()
     faults: FaultsConfig = FaultsConfig()
     distillation: DistillationConfig | None = None
+    phases: list[PhaseConfig] = Field(default_factory=list)
+    """Parts of the run with their own data, sizes or schedule; empty: the run is one."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
     """Passed to DeepSpeed as its own configuration (https://www.deepspeed.ai/docs/config-json/); sizes and clipping are
     filled in, see pretrain/deepspeed_config.py."""
@@ -198,9 +225,7 @@ class TrainConfig(PipelineConfig):
             raise ValueError(
                 f"key 'schedule.warmup_steps': {self.schedule.warmup_steps} must be below train.steps={self.train.steps}"
             )
-        if self.schedule.shape == "warmup_stable_decay" and (
-            self.schedule.warmup_steps + self.schedule.decay_steps > self.train.steps
-        ):
+        if self.schedule.warmup_steps + self.schedule.decay_at_end > self.train.steps:
             raise ValueError(
                 f"key 'schedule.decay_steps': warm-up of {self.schedule.warmup_steps} and decay of "
                 f"{self.schedule.decay_steps} steps do not fit into train.steps={self.train.steps}"
@@ -215,6 +240,9 @@ class TrainConfig(PipelineConfig):
                 "key 'model.init_from': the student starts from its teacher; leave it out, or set "
                 "distillation.start_from_teacher=false"
             )
+        together = sum(phase.steps for phase in self.phases)
+        if self.phases and together != self.train.steps:
+            raise ValueError(f"key 'phases': their steps are {together} together, train.steps={self.train.steps}")
         return self
 
     def as_tree(self) -> dict[str, Any]:

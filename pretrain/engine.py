@@ -25,10 +25,10 @@ import math
 import os
 import socket
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +49,6 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import safe_get_full_fp32_param
 
-T = TypeVar("T")
 SUMS = (
     "mlm_loss",
     "nsp_loss",
@@ -140,57 +139,6 @@ def stop_ranks() -> None:
     """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def all_sum(values: torch.Tensor) -> torch.Tensor:
-    """The sum over ranks, in place."""
-    dist.all_reduce(values)
-    return values
-
-
-def barrier() -> None:
-    """Wait for all ranks."""
-    dist.barrier()
-
-
-def gather_objects(value: Any) -> list[Any]:
-    """`value` of every rank, in the order of ranks, on every rank."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
-
-
-def broadcast_object(value: Any) -> Any:
-    """Rank 0's `value` on every rank."""
-    holder = [value]
-    dist.broadcast_object_list(holder, src=0)
-    return holder[0]
-
-
-def on_rank_zero(action: Callable[[], T]) -> T:
-    """Rank 0's result of `action`, or its error, on every rank: none goes on alone, none waits for one that failed."""
-    outcome: tuple[Any, Exception | None] = (None, None)
-    if dist.get_rank() == 0:
-        try:
-            outcome = (action(), None)
-        except Exception as error:  # noqa: BLE001 - raised again below, on every rank
-            outcome = (None, error)
-    result, failure = broadcast_object(outcome)
-    if failure is not None:
-        raise failure
-    return result
-
-
-def on_every_rank(action: Callable[[], None]) -> None:
-    """Run `action` on every rank; where one fails, its error is raised on all, with the rank in front."""
-    failure: Exception | None = None
-    try:
-        action()
-    except Exception as error:  # noqa: BLE001 - raised again below, on every rank
-        failure = error
-    for rank, found in enumerate(gather_objects(failure)):
-        if found is not None:
-            raise type(found)(f"rank {rank}: {found}")
 
 
 def to_universal(source: Path, target: Path) -> None:
@@ -361,9 +309,17 @@ class TrainEngine:
         self._engine._config.load_universal_checkpoint = False
         if path is None:
             raise RuntimeError(f"{folder / tag}: DeepSpeed found no checkpoint to load")
-        # ZeRO-3's universal loader (0.19.8) gives every group the first one's settings.
+        if universal:
+            self._separate_groups(decays)
+
+    def _separate_groups(self, decays: Sequence[float]) -> None:
+        """ZeRO-3's universal loader (0.19.8) gives every group the settings of the first, and all one step counter."""
         for group, decay in zip(self._engine.optimizer.param_groups, decays, strict=True):
             group["weight_decay"] = decay
+        optimizer = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
+        for state in optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
 
     def full_weights(self) -> dict[str, torch.Tensor]:
         """Every parameter and persistent buffer in fp32 on the CPU, named as in the model; every rank calls this.

@@ -9,18 +9,19 @@ from typing import Any
 import torch
 
 from cluster.world import World
-from pretrain import engine
+from pretrain import collectives, engine
 from pretrain.agreement import require_agreement
-from pretrain.checkpoint import newest_complete, require_space
+from pretrain.checkpoint import require_space
 from pretrain.config import TrainConfig
 from pretrain.engine import TrainEngine
 from pretrain.kernels import describe_kernels
 from pretrain.parameter_groups import parameter_groups
+from pretrain.phases import Phase, phase_at, phases_of
 from pretrain.progress import ProgressDisplay
 from pretrain.run_data import RunData
 from pretrain.run_folder import RunFolder, open_run
 from pretrain.run_tracking import start_tracking
-from pretrain.snapshot import Progress, resume
+from pretrain.snapshot import Progress, find, resume
 from pretrain.starting_weights import starting_model, teaching_objective
 from pretrain.stops import StopRequest
 from pretrain.tracking import MetricsFile, MlflowForwarder
@@ -32,6 +33,7 @@ class Job:
     """Everything one rank needs until the job ends; `metrics` and `forwarder` exist on rank 0 only."""
 
     config: TrainConfig
+    phase: Phase
     world: World
     folder: RunFolder
     data: RunData
@@ -66,30 +68,40 @@ class Job:
 def prepare(config: TrainConfig, world: World, data: RunData, stop: StopRequest, device: torch.device) -> Job:
     """Run folder, model, engine, resumed state, metrics and tracking; every rank calls this.
 
+    The job is that of the phase in which the newest checkpoint lies; its `config` has that phase's settings.
+
     Raises:
         ConfigError: the ranks do not run the same thing, a shard is damaged, the folder holds another run or a checkpoint
             that cannot be continued here, or `model.init_from` does not fit.
         CheckpointError: the disk is too small for the checkpoints.
     """
-    require_agreement(config, vocabulary=data.index.info.tokenizer, data=data.index.fingerprint)
-    engine.on_every_rank(lambda: data.verify_sample(world))
-    folder = RunFolder(Path(config.run.dir), engine.on_rank_zero(lambda: _open_folder(config, data)))
+    require_agreement(config, vocabulary=data.index.info.tokenizer, data=data.fingerprint)
+    collectives.on_every_rank(lambda: data.verify_sample(world))
+    folder = RunFolder(Path(config.run.dir), collectives.on_rank_zero(lambda: _open_folder(config, data)))
     torch.manual_seed(engine.seed_of(config.seed))
-    given = bool(config.model.init_from) or config.distillation is not None  # else no checkpoint is hashed for nothing
-    fresh = given and engine.on_rank_zero(lambda: _nothing_saved(folder))
     say = _say if world.rank == 0 else _silent
+    found = find(folder.checkpoints, folder.run_id, say)
+    whole, fresh = config, found is None
+    phase = phase_at(phases_of(whole), found.state.step if found else 0)
+    config = phase.config
+    if whole.phases:
+        data = RunData(config)
     model = starting_model(config, fresh=fresh, say=say)
     objective = teaching_objective(model, config, fresh=fresh, say=say)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     count = config.checkpoint.keep + config.checkpoint.keep_best + 1  # one is being written
-    engine.on_rank_zero(lambda: require_space(folder.checkpoints, parameters=parameters, count=count))
+    collectives.on_rank_zero(lambda: require_space(folder.checkpoints, parameters=parameters, count=count))
     groups = parameter_groups(model, config.optimizer.weight_decay)
     trainer = TrainEngine(model, groups, config=config, world=world, device=device, objective=objective)
     first = world.rank == 0
-    progress = resume(trainer, folder.checkpoints, folder.run_id, _say if first else _silent)
+    progress = resume(trainer, found, say) if found else Progress()
+    if progress.step == phase.start:
+        progress.skipped_before_phase = progress.skipped
+        progress.loader = progress.loader if phase.continues_data else None
     display = ProgressDisplay(config.train.steps, progress.step, visible=first)
     job = Job(
         config=config,
+        phase=phase,
         world=world,
         folder=folder,
         data=data,
@@ -104,21 +116,17 @@ def prepare(config: TrainConfig, world: World, data: RunData, stop: StopRequest,
         folder.add_start(step=progress.step, world_size=world.size)
         folder.update(parameters=parameters)
         job.metrics = MetricsFile(folder.metrics, after_step=progress.step)
-        job.forwarder = start_tracking(config, folder)
+        job.forwarder = start_tracking(whole, folder)
     return job
 
 
 def _open_folder(config: TrainConfig, data: RunData) -> dict[str, Any]:
-    folder = open_run(config, tokenizer=data.index.info.tokenizer, data=data.index.fingerprint)
+    folder = open_run(config, tokenizer=data.index.info.tokenizer, data=data.fingerprint)
     for line in folder.record["changes"]:
         _say(f"changed since the last start: {line}")
     if data.held_out is not None and folder.record.get("unigram_loss") is None:
         folder.update(unigram_loss=data.unigram_loss())
     return folder.record
-
-
-def _nothing_saved(folder: RunFolder) -> bool:
-    return newest_complete(folder.checkpoints, run_id=folder.run_id, report=_silent) is None
 
 
 def _headline(job: Job, parameters: int) -> str:
@@ -131,6 +139,8 @@ def _headline(job: Job, parameters: int) -> str:
         f"global batch {train.global_batch} = {sizes}",
         f"steps {job.progress.step + 1} to {train.steps}; {epochs:.1f} epochs of {data.examples:,} examples in all",
     ]
+    if (job.phase.start, job.phase.end) != (0, train.steps):
+        lines[-1] += f"; phase {job.phase.number} is steps {job.phase.start + 1} to {job.phase.end}"
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(job.engine.precision, torch.float32)
     lines += describe_kernels(config.model, job.engine.device, dtype)
     baseline = job.folder.record.get("unigram_loss")

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from pretrain.engine import SUMS, StepResult, TrainEngine, all_sum
+from pretrain.collectives import all_sum
+from pretrain.engine import SUMS, StepResult, TrainEngine
 from pretrain.telemetry import Peak, memory_megabytes, training_flops
 
 

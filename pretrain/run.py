@@ -26,6 +26,7 @@ from data_pipeline.config import ConfigError, add_config_arguments
 from pretrain import checkpoint
 from pretrain.config import TrainConfig, load_config
 from pretrain.deepspeed_config import accumulation_steps, deepspeed_config
+from pretrain.phases import phases_of
 from pretrain.run_tracking import send_rest
 from pretrain.stops import EXIT_DONE, EXIT_FAULT, EXIT_USAGE, StopRequest, TrainingFault
 
@@ -39,7 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         world = current_world()
         config = load_config(options.config, options.overrides)
-        deepspeed_config(config, world.size)  # refuses sizes that do not divide
+        for phase in phases_of(config):
+            deepspeed_config(phase.config, world.size)  # refuses sizes that do not divide
         done = _finished(config)
         if done and not options.dry_run:
             if world.rank == 0:
@@ -72,7 +74,7 @@ def _run(config: TrainConfig, world: World, *, dry_run: bool) -> int:
     config = data.model_config()
     if dry_run:
         if world.rank == 0:
-            print(_plan(config, world, data.index.examples, data.index.tokens), flush=True)
+            print(_plan(config, world), flush=True)
         return EXIT_DONE
     stop = StopRequest(budget_seconds=3600 * config.run.max_hours)
     stop.listen()
@@ -101,27 +103,32 @@ def _finished(config: TrainConfig) -> Path | None:
     return folder if state.step == config.train.steps else None
 
 
-def _plan(config: TrainConfig, world: World, examples: int, tokens: int) -> str:
+def _plan(config: TrainConfig, world: World) -> str:
     """What `--dry-run` prints."""
     import torch
 
     from pretrain.encoder import BertForPreTraining
+    from pretrain.run_data import RunData
 
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in BertForPreTraining(config.model).parameters())
-    train = config.train
-    sizes = f"{train.micro_batch} x {accumulation_steps(config, world.size)} x {world.size} ranks"
-    seen = train.steps * train.global_batch
-    lines = (
-        f"parameters     {parameters:,}",
-        f"global batch   {train.global_batch} = {sizes}",
-        f"steps          {train.steps:,} (warm-up {config.schedule.warmup_steps:,}, {config.schedule.shape})",
-        f"data           {examples:,} examples, {tokens:,} tokens",
-        f"epochs         {seen / examples:.2f}",
-        f"tokens seen    {seen * tokens / examples:,.0f}",
-        f"run folder     {config.run.dir}",
-    )
-    return "\n".join(lines)
+    lines = [f"parameters     {parameters:,}"]
+    for phase in phases_of(config):
+        part = phase.config
+        train, index = part.train, RunData(part).index
+        sizes = f"{train.micro_batch} x {accumulation_steps(part, world.size)} x {world.size} ranks"
+        steps = phase.end - phase.start
+        seen = steps * train.global_batch
+        if config.phases:
+            lines.append(f"phase {phase.number}")
+        lines += [
+            f"global batch   {train.global_batch} = {sizes}",
+            f"steps          {steps:,} (warm-up {part.schedule.warmup_steps:,}, {part.schedule.shape}, {part.optimizer.lr:g})",
+            f"data           {index.examples:,} examples, {index.tokens:,} tokens",
+            f"epochs         {seen / index.examples:.2f}",
+            f"tokens seen    {seen * index.tokens / index.examples:,.0f}",
+        ]
+    return "\n".join([*lines, f"run folder     {config.run.dir}"])
 
 
 def _crash() -> NoReturn:

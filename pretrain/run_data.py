@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from data_pipeline.records import Batch
 from data_pipeline.shard_index import ShardIndex, verify_shards
 from data_pipeline.tokenizer import TokenizerError, load_tokenizer
 from pretrain.config import TrainConfig
+from pretrain.phases import phases_of
 
 _UNIGRAM_TOKENS = 2_000_000  # the frequencies of 8,000 to 50,000 entries are settled long before
 
@@ -25,6 +27,7 @@ class RunData:
     Attributes:
         index: of the training set.
         held_out: of the validation set, or None where nothing was held out.
+        fingerprint: of the training examples of all phases.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -57,6 +60,12 @@ class RunData:
                 f"{self._held_out_dir}: no held-out shards, but validation.every={config.validation.every}; "
                 "build with corpus.held_out > 0, or set validation.every=0"
             )
+        parts = [RunData(phase.config) for phase in phases_of(config)] if config.phases else [self]
+        for part in parts:
+            if part.index.info.tokenizer != info.tokenizer:
+                raise ConfigError(f"{part._train_dir}: made with another tokenizer than {self._train_dir}")
+        prints = [part.index.fingerprint for part in parts]
+        self.fingerprint = prints[0] if len(set(prints)) == 1 else hashlib.sha256("".join(prints).encode()).hexdigest()
 
     @staticmethod
     def _exists(directory: str) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from data_pipeline.config import ConfigError
-from pretrain import checkpoint, engine
+from pretrain import checkpoint, collectives, engine
 from pretrain.stops import TrainingFault
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class Progress:
     step: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
+    skipped_before_phase: int = 0
     loader: dict[str, int] | None = None
     validated: tuple[int, float] | None = None
     """The last validated step and its held-out MLM loss."""
@@ -46,7 +47,7 @@ def save(job: Job) -> Path:
         checkpoint.clear_incomplete(root)
         incomplete.mkdir()
 
-    engine.on_rank_zero(begin)
+    collectives.on_rank_zero(begin)
     job.engine.save(incomplete, checkpoint.ENGINE_TAG)
     weights = job.engine.full_weights()
 
@@ -58,9 +59,9 @@ def save(job: Job) -> Path:
         checkpoint.write_weights(incomplete, weights)
         checkpoint.write_state(incomplete, _state(job))
 
-    engine.on_rank_zero(add_own_files)
+    collectives.on_rank_zero(add_own_files)
     records: dict[str, dict[str, Any]] = {}
-    for part in engine.gather_objects(checkpoint.file_records(incomplete, part=job.world.rank, parts=job.world.size)):
+    for part in collectives.gather_objects(checkpoint.file_records(incomplete, part=job.world.rank, parts=job.world.size)):
         records |= part
 
     def finish() -> Path:
@@ -76,11 +77,29 @@ def save(job: Job) -> Path:
         )
         return written
 
-    return engine.on_rank_zero(finish)
+    return collectives.on_rank_zero(finish)
 
 
-def resume(trainer: engine.TrainEngine, root: Path, run_id: str, say: Callable[[str], None]) -> Progress:
-    """Load the newest complete checkpoint of this run, or start at step 0 where there is none; every rank calls this.
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint to go on from."""
+
+    folder: Path
+    state: checkpoint.TrainerState
+
+
+def find(root: Path, run_id: str, say: Callable[[str], None]) -> Found | None:
+    """The newest complete checkpoint of this run, on every rank; None where there is none. Every rank calls this."""
+
+    def look() -> Found | None:
+        folder = checkpoint.newest_complete(root, run_id=run_id, report=say)
+        return Found(folder, checkpoint.read_state(folder)) if folder else None
+
+    return collectives.on_rank_zero(look)
+
+
+def resume(trainer: engine.TrainEngine, found: Found, say: Callable[[str], None]) -> Progress:
+    """Load a checkpoint; every rank calls this.
 
     Another number of ranks, and ZeRO 1 and 2 in exchange, go through DeepSpeed's universal checkpoint: weights, moments and
     step count are kept, and the examples go on where they were, as the loader's position counts examples of all ranks.
@@ -88,15 +107,7 @@ def resume(trainer: engine.TrainEngine, root: Path, run_id: str, say: Callable[[
     Raises:
         ConfigError: another ZeRO stage or precision that cannot be carried over. Nothing is dropped, nothing starts over.
     """
-
-    def find() -> tuple[Path, checkpoint.TrainerState] | None:
-        folder = checkpoint.newest_complete(root, run_id=run_id, report=say)
-        return (folder, checkpoint.read_state(folder)) if folder else None
-
-    found = engine.on_rank_zero(find)
-    if found is None:
-        return Progress()
-    folder, state = found
+    folder, state = found.folder, found.state
     reason = why_not(state, stage=trainer.stage, precision=trainer.precision, optimizer=trainer.config.optimizer.name)
     if reason:
         raise ConfigError(f"{folder}: cannot be continued here: {reason}")
@@ -109,7 +120,11 @@ def resume(trainer: engine.TrainEngine, root: Path, run_id: str, say: Callable[[
             trainer.load(converted, checkpoint.ENGINE_TAG, universal=True)
         say(f"resumed from {folder}: {there[0]} ranks and ZeRO {there[1]} -> {here[0]} ranks and ZeRO {here[1]}")
     return Progress(
-        step=state.step, skipped=state.skipped_steps, skipped_in_a_row=state.skipped_in_a_row, loader=state.loader
+        step=state.step,
+        skipped=state.skipped_steps,
+        skipped_in_a_row=state.skipped_in_a_row,
+        skipped_before_phase=state.skipped_before_phase,
+        loader=state.loader,
     )
 
 
@@ -141,9 +156,9 @@ def _universal(folder: Path) -> Iterator[Path]:
         converted.mkdir()
         engine.to_universal(folder / checkpoint.ENGINE_TAG, converted / checkpoint.ENGINE_TAG)
 
-    engine.on_rank_zero(convert)
+    collectives.on_rank_zero(convert)
     yield converted
-    engine.on_rank_zero(lambda: shutil.rmtree(converted))
+    collectives.on_rank_zero(lambda: shutil.rmtree(converted))
 
 
 def _state(job: Job) -> checkpoint.TrainerState:
@@ -152,6 +167,7 @@ def _state(job: Job) -> checkpoint.TrainerState:
         step=progress.step,
         skipped_steps=progress.skipped,
         skipped_in_a_row=progress.skipped_in_a_row,
+        skipped_before_phase=progress.skipped_before_phase,
         run_id=job.folder.run_id,
         loader=dict(progress.loader or {}),
         world_size=job.world.size,

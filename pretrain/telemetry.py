@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import resource
 import time
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ class Peak:
     source: str
 
 
+@functools.cache
 def device_peak(device: torch.device, precision: str) -> Peak:
     """The data sheet's value for a known GPU, else the best of a few matrix products timed here."""
     if device.type == "cuda":

@@ -12,7 +12,6 @@ from pretrain.config import TrainConfig
 from pretrain.job import Job, prepare
 from pretrain.meter import Meter
 from pretrain.run_data import RunData
-from pretrain.schedule import learning_rate
 from pretrain.snapshot import save
 from pretrain.stops import EXIT_DONE, EXIT_STOPPED, StopRequest, TrainingFault
 from pretrain.telemetry import device_peak
@@ -36,34 +35,40 @@ def train(config: TrainConfig, world: World, data: RunData, stop: StopRequest) -
         TrainingFault: too many steps in a row with a non-finite gradient, or non-finite weights.
     """
     device = engine.start_ranks(world, threads=config.run.threads)
-    job = prepare(config, world, data, stop, device)
+    while True:
+        code = _train_phase(prepare(config, world, data, stop, device))
+        if code is not None:
+            return code
+
+
+def _train_phase(job: Job) -> int | None:
+    """To the end of the phase, the run or at a request to stop; None where another phase comes next."""
     status = "FAILED"
     try:
         with job.display, job.watchdog:
-            code = _loop(job, Meter(job.engine, device_peak(device, job.engine.precision)))
-        stop.leave()
-        status = "FINISHED" if code == EXIT_DONE else "KILLED"
+            code = _loop(job, Meter(job.engine, device_peak(job.engine.device, job.engine.precision)))
+        if code is not None:
+            job.stop.leave()
+        status = {EXIT_DONE: "FINISHED", EXIT_STOPPED: "KILLED", None: "RUNNING"}[code]
         return code
     finally:
         job.close(status)
 
 
-def _loop(job: Job, meter: Meter) -> int:
-    config, progress = job.config, job.progress
+def _loop(job: Job, meter: Meter) -> int | None:
+    config, progress, phase = job.config, job.progress, job.phase
     total = config.train.steps
     loader = job.data.loader(job.world, progress.loader, pin_memory=job.engine.device.type == "cuda")
     with loader:
-        while progress.step < total:
+        while progress.step < phase.end:
             job.watchdog.beat(f"reading the examples of step {progress.step + 1}")
             asked = time.perf_counter()
             micro_batches = next(loader)
             waited = time.perf_counter() - asked
             progress.step += 1
             progress.loader = loader.state_dict()
-            step, last = progress.step, progress.step == total
-            lr = learning_rate(
-                step - progress.skipped, peak=config.optimizer.lr, total_steps=total, schedule=config.schedule
-            )
+            step, last = progress.step, progress.step == phase.end
+            lr = phase.rate(step, skipped=progress.skipped, skipped_before=progress.skipped_before_phase)
             job.watchdog.beat(f"in step {step}")
             result = job.engine.step(micro_batches, number=step, lr=lr, stop=job.stop.wanted)
             _count_skips(job, result.applied)
@@ -81,12 +86,15 @@ def _loop(job: Job, meter: Meter) -> int:
                 job.watchdog.beat(f"saving step {step}")
                 save(job)
             meter.exclude(time.perf_counter() - begin)
-            if result.stop and not last:
+            if result.stop and step < total:
                 job.display.say(
                     f"stopped after step {step}/{total}{_because(job)}, checkpoint saved; the same command goes on "
                     "from there"
                 )
                 return EXIT_STOPPED
+    if phase.end < total:
+        job.display.say(f"phase {phase.number} complete at step {phase.end}/{total}")
+        return None
     job.display.say(f"complete: {total} steps, {job.folder.checkpoints / checkpoint.step_name(total)}")
     return EXIT_DONE
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from data_pipeline.records import Batch
-from pretrain.engine import SUMS, TrainEngine, all_sum
+from pretrain.collectives import all_sum
+from pretrain.engine import SUMS, TrainEngine
 
 
 def validate_model(engine: TrainEngine, batches: Iterable[Batch]) -> dict[str, Any]:

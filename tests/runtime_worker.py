@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +22,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad
+from runtime_common import STAGES, StopAt, make_config, records, weights_of, zero
+from runtime_elastic import agreement, elastic, halves, phased
 from torch import nn
 
 from cluster.world import World, current_world
 from data_pipeline.loader import build_loader
 from data_pipeline.records import Batch
-from pretrain import engine
-from pretrain.checkpoint import list_steps, load_model_weights, newest_complete, read_state, step_of
+from pretrain import collectives, engine
+from pretrain.checkpoint import list_steps, read_state, step_of
 from pretrain.config import TrainConfig
 from pretrain.encoder import BertForPreTraining
 from pretrain.engine import TrainEngine
@@ -35,35 +38,6 @@ from pretrain.parameter_groups import parameter_groups
 from pretrain.run_data import RunData
 from pretrain.stops import StopRequest, TrainingFault
 from pretrain.trainer import train
-
-STAGES = (0, 1, 2, 3)
-
-
-def make_config(data: Path, run: Path, **tables: dict[str, Any]) -> TrainConfig:
-    """A tiny run; `tables` are merged into the tables of the same name."""
-    tree: dict[str, Any] = {
-        "seed": 3,
-        "data": {"dir": str(data)},
-        "run": {"dir": str(run), "threads": 1},
-        "model": {"layers": 2, "hidden": 32, "heads": 2, "intermediate": 64},
-        "train": {"steps": 10, "global_batch": 16, "micro_batch": 4, "log_every": 1},
-        "optimizer": {"lr": 1.0e-2, "grad_clip": 1.0},
-        "schedule": {"warmup_steps": 4},
-        "checkpoint": {"every": 100, "keep": 2},
-        "validation": {"every": 5, "micro_batch": 4},
-        "tracking": {"enabled": False},
-    }
-    for name, table in tables.items():
-        tree[name] = {**tree.get(name, {}), **table}
-    return TrainConfig.model_validate(tree)
-
-
-def zero(stage: int, **more: Any) -> dict[str, Any]:
-    """A [deepspeed] table."""
-    table: dict[str, Any] = {"stage": stage}
-    if stage == 3:
-        table["stage3_param_persistence_threshold"] = 0  # cut everything, as a large model is cut
-    return {"zero_optimization": table, **more}
 
 
 def gathered_gradients(trainer: TrainEngine) -> dict[str, torch.Tensor]:
@@ -123,7 +97,7 @@ def equals_plain_torch(world: World, data: Path, out: Path) -> dict[str, Any]:
         for step in range(1, 5):
             rate = 0.01 * step
             result = trainer.step(next(mine), number=step, lr=rate)
-            loss = float(engine.all_sum(result.sums[:2].clone()).sum())
+            loss = float(collectives.all_sum(result.sums[:2].clone()).sum())
             reference = joint_step(plain, next(whole))
             worst["loss"] = max(worst["loss"], abs(loss - reference))
             for name, parameter in plain.named_parameters():
@@ -196,7 +170,7 @@ def worked_example(world: World, data: Path, out: Path) -> dict[str, Any]:
         )
         mine = [small, large] if accumulation == 2 else [(small, large)[world.rank % 2]]
         result = trainer.step(mine, number=1, lr=0.0)
-        results[name] = [float(engine.all_sum(result.sums[:1].clone())), result.grad_norm]
+        results[name] = [float(collectives.all_sum(result.sums[:1].clone())), result.grad_norm]
     return results
 
 
@@ -274,36 +248,6 @@ class broken_gradients:
         TrainEngine.step, engine._Objective.forward = self.step, self.objective
 
 
-def records(run: Path) -> list[dict[str, Any]]:
-    """The train lines of metrics.jsonl."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == "train"]
-
-
-class StopAt(StopRequest):
-    """Asks for a stop before this step is taken, as a signal would."""
-
-    def __init__(self, step: int) -> None:
-        self.step, self.asked = step, 0
-
-    @property
-    def wanted(self) -> bool:
-        """True from the step-th question on; the loop asks once a step."""
-        self.asked += 1
-        return self.asked >= self.step
-
-    @wanted.setter
-    def wanted(self, value: bool) -> None:
-        del value
-
-
-def weights_of(run: Path) -> dict[str, torch.Tensor]:
-    """The newest checkpoint's weights."""
-    folder = newest_complete(run / "checkpoints")
-    assert folder is not None
-    return load_model_weights(folder)
-
-
 def resumed(world: World, data: Path, out: Path) -> dict[str, Any]:
     """R25: stop after step 2 (in warm-up) and after step 6, go on; compare with a run without a stop, dropout on."""
     results = {}
@@ -365,21 +309,27 @@ def faults(world: World, data: Path, out: Path) -> dict[str, Any]:
             results["poisoned"] = str(fault)
     results["poisoned_left"] = sorted(path.name for path in (out / "poisoned/checkpoints").iterdir())
 
-    config = make_config(data, out / "kept", train={"steps": 8}, checkpoint={"every": 2, "keep": 2})
+    config = make_config(
+        data,
+        out / "kept",
+        train={"steps": 8},
+        checkpoint={"every": 2, "keep": 2, "keep_best": False, "pinned": [3]},
+    )
     opened = RunData(config)
     train(opened.model_config(), world, opened, StopRequest())
     results["kept"] = [step_of(folder) for folder in list_steps(out / "kept/checkpoints")]
     if world.rank == 0:
         newest = list_steps(out / "kept/checkpoints")[-1] / "model.safetensors"
         newest.write_bytes(newest.read_bytes()[:-1] + b"?")
-    engine.barrier()
+    collectives.barrier()
     train(opened.model_config(), world, opened, StopRequest())
     results["after_damage"] = [start["step"] for start in json.loads((out / "kept/run.json").read_text())["starts"]]
     return results
 
 
 SCENARIOS = {
-    function.__name__: function for function in (equals_plain_torch, worked_example, overflow, resumed, faults)
+    function.__name__: function
+    for function in (equals_plain_torch, worked_example, overflow, resumed, faults, halves, elastic, agreement, phased)
 }
 
 
@@ -390,8 +340,10 @@ def main() -> None:
     engine.start_ranks(world, threads=1)
     results: dict[str, Any] = {}
     for name in names:
+        begin = time.process_time()
         try:
             results[name] = SCENARIOS[name](world, data, out)
+            print(f"scenario {name}: {time.process_time() - begin:.1f} s of this rank's CPU time", flush=True)
         except Exception:  # noqa: BLE001 - the test shows it; the other ranks may hang, and the test has a limit
             traceback.print_exc()
             sys.exit(f"scenario {name} failed on rank {world.rank}")

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory, write_dataset: Callable[..., ShardIndex]) -> Path:
-    folder = tmp_path_factory.mktemp("data")
+    folder = tmp_path_factory.mktemp("runtime") / "data"
     for part, blocks in (("train", 6), ("validation", 2)):
         write_dataset(folder / part, shards=2, blocks=blocks, examples=9, seed=blocks)
     return folder
@@ -54,9 +54,18 @@ def run_ranks(scenarios: str, data: Path, out: Path, *, ranks: int) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def results(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    scenarios = "worked_example,equals_plain_torch,resumed,overflow,faults"
-    return run_ranks(scenarios, data, tmp_path_factory.mktemp("two-ranks"), ranks=2)
+def one_rank(data: Path) -> dict[str, Any]:
+    out = data.parent / "one-rank"
+    out.mkdir()
+    return run_ranks("worked_example,equals_plain_torch,halves,phased", data, out, ranks=1)
+
+
+@pytest.fixture(scope="module")
+def results(data: Path, one_rank: dict[str, Any]) -> dict[str, Any]:
+    out = data.parent / "two-ranks"
+    out.mkdir()
+    scenarios = "worked_example,equals_plain_torch,resumed,overflow,faults,elastic,agreement"
+    return run_ranks(scenarios, data, out, ranks=2)
 
 
 def test_r21_sums_of_2_over_2_and_24_over_8_give_2_6(results: dict[str, Any]) -> None:
@@ -76,12 +85,11 @@ def test_r21_two_ranks_with_accumulation_equal_one_joint_batch(results: dict[str
     assert found["weight"] < 1e-6
 
 
-def test_r21_one_rank_with_four_micro_batches_equals_the_same(data: Path, tmp_path: Path) -> None:
-    found = run_ranks("worked_example,equals_plain_torch", data, tmp_path, ranks=1)
-    assert found["worked_example"]["accumulated"] == pytest.approx([2.6, 2.6])
+def test_r21_one_rank_with_four_micro_batches_equals_the_same(one_rank: dict[str, Any]) -> None:
+    assert one_rank["worked_example"]["accumulated"] == pytest.approx([2.6, 2.6])
     for stage in STAGES:
-        assert found["equals_plain_torch"][stage]["gradient"] < 1e-6
-        assert found["equals_plain_torch"][stage]["weight"] < 1e-6
+        assert one_rank["equals_plain_torch"][stage]["gradient"] < 1e-6
+        assert one_rank["equals_plain_torch"][stage]["weight"] < 1e-6
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -133,5 +141,49 @@ def test_r22_weights_that_are_not_finite_never_become_a_checkpoint(results: dict
 
 
 def test_r27_keeps_the_newest_and_passes_over_a_damaged_one(results: dict[str, Any]) -> None:
-    assert results["faults"]["kept"] == [6, 8]
+    assert results["faults"]["kept"] == [3, 6, 8]  # 3 is pinned
     assert results["faults"]["after_damage"] == [0, 6]
+
+
+@pytest.mark.parametrize("stages", ["0-0", "1-1", "2-2", "3-3", "1-2", "2-1"])
+def test_r26_a_run_begun_on_one_rank_goes_on_on_two(results: dict[str, Any], stages: str) -> None:
+    found = results["elastic"][stages]
+    assert found["weight"] < 1e-6  # a dropped moment would show: steps are of 1e-3 to 1e-2
+    assert found["loss"] < 1e-5
+    assert found["position"] == 6 * 16
+    assert found["left"] == ["latest", "step-000000003", "step-000000006"]
+
+
+@pytest.mark.parametrize("stages", ["0-1", "3-1", "1-3"])
+def test_r26_what_cannot_be_carried_over_is_refused_and_nothing_is_touched(
+    results: dict[str, Any], stages: str
+) -> None:
+    found = results["elastic"][stages]
+    assert f"ZeRO stage {stages.replace('-', ' -> ')}" in found["refused"]
+    assert found["steps"] == [3]
+
+
+def test_phases_change_data_batch_and_schedule_and_resume_exactly(one_rank: dict[str, Any]) -> None:
+    found = one_rank["phased"]["straight"]
+    steps, rates, losses, examples = zip(*found["lines"], strict=True)
+    assert steps == tuple(range(1, 9))
+    assert examples == (8, 8, 16, 16, 16, 16, 16, 16)
+    whole = [1e-2 * share for share in (1, 7 / 8, 6 / 8, 5 / 8, 4 / 8)]  # one decay over all 8 steps
+    assert rates == pytest.approx([*whole, 1e-3 / 2, 1e-3, 1e-3 / 2], rel=1e-15)
+    assert found["position"] == 3 * 16  # of the last phase's own data
+    assert found["starts"] == [0, 2, 5]
+    stopped = one_rank["phased"]["stopped"]
+    assert stopped["lines"] == found["lines"] and len(set(losses)) == 8
+    assert stopped["codes"] == [EXIT_STOPPED] * 3 + [EXIT_DONE]
+    assert one_rank["phased"]["same_weights"]
+
+
+def test_r41_a_rank_with_other_settings_is_named_before_training(results: dict[str, Any]) -> None:
+    found = results["agreement"]
+    assert "rank 1 on " in found["differing"] and "optimizer.lr: 0.001 -> 0.002" in found["differing"]
+    assert found["same_everywhere"] and found["nothing_written"]
+
+
+def test_a_used_up_time_budget_of_one_rank_stops_all_with_a_checkpoint(results: dict[str, Any]) -> None:
+    assert results["agreement"]["budget"] == EXIT_STOPPED
+    assert results["agreement"]["budget_steps"] == [1]

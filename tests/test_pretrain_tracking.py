@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlflow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretrain.tracking import MetricsFile, MlflowForwarder, default_uri, stored_name, stored_value
+from pretrain.config import TrainConfig
+from pretrain.run_tracking import send_rest
+from pretrain.tracking import (
+    MetricsFile,
+    MlflowForwarder,
+    default_uri,
+    stored_name,
+    stored_value,
+    to_json,
+    unsent_bytes,
+)
 
+ROOT = Path(__file__).resolve().parent.parent
 START = """
 import sys
 from pathlib import Path
@@ -32,12 +51,37 @@ sys.exit(0 if forwarder.close(timeout=400) else 1)
 """
 
 
-def client_of(run: Path) -> mlflow.MlflowClient:
-    return mlflow.MlflowClient(tracking_uri=default_uri(run))
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[int]]:
+    """An SQLite store on which four processes started at once, and their exit codes."""
+    folder = tmp_path_factory.mktemp("tracking")
+    store = default_uri(folder / "any")
+    command = [sys.executable, "-c", START, store]
+    processes = [subprocess.Popen([*command, str(folder / f"run-{i}" / "pretrain")], cwd=ROOT) for i in range(4)]
+    return store, [process.wait(timeout=500) for process in processes]
 
 
-def forward(run: Path, **more: object) -> MlflowForwarder:
-    forwarder = MlflowForwarder(run, uri=default_uri(run), experiment="e", run_name="r", config={"seed": 1, **more})
+@pytest.fixture
+def store(started: tuple[str, list[int]]) -> str:
+    """The same store, whose tables exist by now: making them takes seconds."""
+    return started[0]
+
+
+def runs_of(store: str, experiment: str) -> list[Any]:
+    client = mlflow.MlflowClient(tracking_uri=store)
+    return list(client.search_runs([client.get_experiment_by_name(experiment).experiment_id]))
+
+
+def forward(run: Path, uri: str, **config: object) -> MlflowForwarder:
+    """A forwarder whose experiment is named after the test's folder."""
+    forwarder = MlflowForwarder(
+        run,
+        uri=uri,
+        experiment=run.parent.name,
+        run_name="r",
+        config={"seed": 1, **config},
+        dataset=("runs/demo/data", "f" * 64),
+    )
     forwarder.start()
     return forwarder
 
@@ -89,7 +133,19 @@ def test_a_resumed_run_keeps_one_history(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_r28_r29_r30_a_run_reaches_the_store_whole_and_a_resumed_one_continues_it(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_r30_four_starts_at_once_on_an_empty_store_all_succeed(started: tuple[str, list[int]]) -> None:
+    store, codes = started
+    assert codes == [0, 0, 0, 0]
+    client = mlflow.MlflowClient(tracking_uri=store)
+    runs = runs_of(store, "e")
+    assert len(runs) == 4
+    assert all(len(client.get_metric_history(run.info.run_id, "train/loss")) == 20 for run in runs)
+
+
+@pytest.mark.slow
+def test_r28_r29_r30_a_run_reaches_the_store_whole_and_a_resumed_one_continues_it(store: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     long = "v" * 6001 + "TAIL"
@@ -97,53 +153,165 @@ def test_r28_r29_r30_a_run_reaches_the_store_whole_and_a_resumed_one_continues_i
     metrics.write({"kind": "train", "step": 1, "time": 5.0, "loss": math.nan, "f1@0.5": 0.5, "x%": 1.0, "/abs": 2.0})
     metrics.write({"kind": "train", "step": 2, "time": 6.0, "loss": math.inf, "a/../b": 3.0, "nsp_loss": None})
     metrics.write({"kind": "train", "step": 3, "time": 7.0, **{f"m{i}": float(i) for i in range(1001)}})
-    forwarder = forward(run, long=long, **{"odd@name": 1})
+    forwarder = forward(run, store, long=long, **{"odd@name": 1})
     assert forwarder.close(timeout=60), forwarder.problem
-    metrics.write({"kind": "validation", "step": 3, "time": 8.0, "mlm_loss": 2.5})
     metrics.close()
-    second = forward(run)
+    metrics = MetricsFile(run / "metrics.jsonl", after_step=2)  # killed before the checkpoint of step 3
+    second = forward(run, store, added=2)
+    for step in (3, 4):
+        metrics.write({"kind": "validation", "step": step, "time": 8.0, "mlm_loss": 2.5})
+    metrics.close()
     assert second.close(status="KILLED", timeout=60), second.problem
 
-    client = client_of(run)
-    found = client.search_runs([client.get_experiment_by_name("e").experiment_id])
-    assert len(found) == 1
-    data, info = found[0].data, found[0].info
+    (found,) = runs_of(store, tmp_path.name)
+    client = mlflow.MlflowClient(tracking_uri=store)
+    data, info = found.data, found.info
     assert info.status == "KILLED"
-    assert data.params["seed"] == "1" and "shortened: 6005" in data.params["long"]
-    assert data.metrics["validation/mlm_loss"] == 2.5 and data.metrics["train/m1000"] == 1000.0
+    assert data.params["seed"] == "1" and "shortened: 6005" in data.params["long"] and data.params["added"] == "2"
+    assert data.metrics["train/m1000"] == 1000.0
     losses = client.get_metric_history(info.run_id, "train/loss")
     assert [metric.step for metric in losses] == [1, 2]  # once each: the second start sent only what was new
     assert math.isnan(losses[0].value) and losses[1].value >= 1.797e308
+    held_out = client.get_metric_history(info.run_id, "validation/mlm_loss")
+    assert [metric.step for metric in held_out] == [3, 4]  # also what lies where the lines of the killed job lay
     assert {stored_name("train/f1@0.5"), stored_name("train/x%"), stored_name("train//abs")} <= data.metrics.keys()
     stored = Path(client.download_artifacts(info.run_id, "config.json", str(tmp_path))).read_text()
-    assert json.loads(stored) == {"seed": 1}
+    assert json.loads(stored) == {"seed": 1, "added": 2}
     assert len(data.tags["config_sha256"]) == 64
-    assert (tmp_path / "mlartifacts").is_dir()
+    (used,) = found.inputs.dataset_inputs
+    assert used.dataset.name == "runs/demo/data" and used.dataset.digest == "f" * 36
+
+
+class Gate:
+    """A TCP relay in front of a server that lets nothing through while it is shut; connections stay open and wait."""
+
+    def __init__(self, server_port: int) -> None:
+        self.open = threading.Event()
+        self.waiting = threading.Event()
+        self.server = server_port
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            here, _ = self._socket.accept()
+            threading.Thread(target=self._serve, args=(here,), daemon=True).start()
+
+    def _serve(self, here: socket.socket) -> None:
+        self.waiting.set()
+        self.open.wait()
+        try:
+            there = socket.create_connection(("127.0.0.1", self.server))
+        except OSError:
+            here.close()
+            return
+        threading.Thread(target=self._pump, args=(there, here), daemon=True).start()
+        self._pump(here, there)
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                self.open.wait()
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [held.getsockname()[1] for held in sockets]
+
+
+def start_server(store: str, port: int, folder: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store, "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--workers", "1", "--artifacts-destination", str(folder / "artifacts")]
+    with open(folder / "server.log", "ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+
+def end_server(server: subprocess.Popen[bytes]) -> None:
+    """Kill it with its workers, as a crash of its machine would."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait(timeout=30)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.1)
 
 
 @pytest.mark.slow
-@pytest.mark.multiproc
-def test_r30_four_starts_at_once_on_an_empty_store_all_succeed(tmp_path: Path) -> None:
-    store = default_uri(tmp_path / "any")
-    command = [sys.executable, "-c", START, store]
-    processes = [subprocess.Popen([*command, str(tmp_path / f"run-{i}" / "pretrain")]) for i in range(4)]
-    assert [process.wait(timeout=500) for process in processes] == [0, 0, 0, 0]
-    client = mlflow.MlflowClient(tracking_uri=store)
-    runs = client.search_runs([client.get_experiment_by_name("e").experiment_id])
-    assert len(runs) == 4
-    assert all(len(client.get_metric_history(run.info.run_id, "train/loss")) == 20 for run in runs)
-
-
-def test_a_store_that_is_away_costs_nothing_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_real_server_slow_then_killed_then_back_loses_nothing_and_holds_up_nothing(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pretrain.tracking._RETRY_SECONDS", (0.5,))
     run = tmp_path / "run"
     run.mkdir()
-    metrics = MetricsFile(run / "metrics.jsonl")
-    metrics.write({"kind": "train", "step": 1, "time": 5.0, "loss": 1.0})
-    metrics.close()
-    away = MlflowForwarder(run, uri="http://127.0.0.1:9", experiment="e", run_name="r", config={})
+    ports = free_ports(2)
+    gate = Gate(ports[0])
+    # The one that comes back starts now too, behind a port that nothing asks yet: it takes many seconds.
+    server, back = (start_server(store, port, tmp_path) for port in ports)
+    try:
+        metrics = MetricsFile(run / "metrics.jsonl")
+        forwarder = forward(run, f"http://127.0.0.1:{gate.port}")
+
+        def log(steps: range) -> None:
+            for step in steps:
+                metrics.write({"kind": "train", "step": step, "time": float(step), "loss": step / 2})
+                forwarder.notify()
+
+        assert gate.waiting.wait(120)  # a call hangs in the server's gate
+        log(range(1, 101))  # and all of this is written meanwhile
+        assert unsent_bytes(run) == (run / "metrics.jsonl").stat().st_size
+        gate.open.set()
+        wait_until(lambda: not unsent_bytes(run))
+        end_server(server)
+        log(range(101, 201))
+        wait_until(lambda: bool(forwarder.problem))
+        assert unsent_bytes(run)
+        gate.server = ports[1]
+        wait_until(lambda: not unsent_bytes(run))
+        metrics.close()
+        assert forwarder.close(timeout=60), forwarder.problem
+    finally:
+        end_server(server)
+        end_server(back)
+    (found,) = runs_of(store, tmp_path.name)
+    assert found.info.status == "FINISHED" and found.data.params == {"seed": "1"}
+    history = mlflow.MlflowClient(tracking_uri=store).get_metric_history(found.info.run_id, "train/loss")
+    assert sorted((metric.step, metric.value) for metric in history) == [(step, step / 2) for step in range(1, 201)]
+
+
+@pytest.mark.slow
+def test_what_a_finished_run_owes_is_sent_by_the_same_command(store: str, tmp_path: Path) -> None:
+    """The store is away during the whole run; `pretrain.run` on the complete run sends everything."""
+    config = run_config(tmp_path, store)
+    run = Path(config.run.dir)
+    run.mkdir(parents=True)
+    away = MlflowForwarder(run, uri="http://127.0.0.1:9", experiment=tmp_path.name, run_name="r", config={})
+    (run / "metrics.jsonl").write_text(to_json({"kind": "train", "step": 1, "time": 5.0, "loss": 1.0}) + "\n")
+    record = {name: name for name in ("name", "git", "data", "tokenizer", "run_id", "platform", "config_sha256")}
+    (run / "run.json").write_text(json.dumps(record))
     away.start()
-    assert not away.close(timeout=3)
-    assert forward(run).close(timeout=60)
-    client = client_of(run)
-    runs = client.search_runs([client.get_experiment_by_name("e").experiment_id])
-    assert [item.data.metrics for item in runs] == [{"train/loss": 1.0}]
+    assert not away.close(timeout=2)
+    assert unsent_bytes(run)
+    assert send_rest(config) == "MLflow has the last metrics now"
+    assert [found.data.metrics for found in runs_of(store, tmp_path.name)] == [{"train/loss": 1.0}]
+    assert send_rest(config) == ""
+
+
+def run_config(folder: Path, store: str) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {
+            "data": {"dir": str(folder / "data")},
+            "run": {"dir": str(folder / "run")},
+            "model": {"layers": 1, "hidden": 32, "heads": 2, "intermediate": 64},
+            "train": {"steps": 1, "global_batch": 1, "micro_batch": 1},
+            "optimizer": {"lr": 1e-3},
+            "tracking": {"uri": store, "experiment": folder.name},
+        }
+    )

@@ -1,0 +1,128 @@
+"""Scenarios of tests/runtime_worker.py: going on with other ranks and ZeRO stages, ranks that differ, a time budget."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from runtime_common import STAGES, StopAt, make_config, records, weights_of, zero
+
+from cluster.world import World
+from data_pipeline.config import ConfigError
+from pretrain import collectives
+from pretrain.checkpoint import list_steps, read_state, step_of
+from pretrain.config import TrainConfig
+from pretrain.run_data import RunData
+from pretrain.stops import StopRequest
+from pretrain.trainer import train
+
+ELASTIC = ((0, 0), (1, 1), (2, 2), (3, 3), (1, 2), (2, 1))
+REFUSED = ((0, 1), (3, 1), (1, 3))
+
+
+def _elastic_config(data: Path, run: Path, stage: int) -> TrainConfig:
+    """A run without dropout, which depends on ranks, and with an epsilon that keeps rounding small."""
+    return make_config(
+        data,
+        run,
+        model={"hidden_dropout": 0.0, "attention_dropout": 0.0, "layers": 1},
+        optimizer={"eps": 1e-3},
+        train={"steps": 6, "micro_batch": 4},
+        validation={"every": 0},
+        deepspeed=zero(stage),
+    )
+
+
+def halves(world: World, data: Path, out: Path) -> dict[str, Any]:
+    """First halves of runs, for `elastic` on another number of ranks, and a whole one to compare with."""
+    config = _elastic_config(data, out / "whole", 1)
+    opened = RunData(config)
+    codes = [train(opened.model_config(), world, opened, StopRequest())]
+    for stage in STAGES:
+        config = _elastic_config(data, out / f"half-{stage}", stage)
+        codes.append(train(RunData(config).model_config(), world, opened, StopAt(3)))
+    return {"codes": codes, "ranks": world.size}
+
+
+def elastic(world: World, data: Path, out: Path) -> dict[str, Any]:
+    """R26: runs begun by `halves` go on here, at the same and at another ZeRO stage."""
+    results: dict[str, Any] = {}
+    begun = out.parent / "one-rank"
+    for old, new in (*ELASTIC, *REFUSED):
+        run = out / f"elastic-{old}-{new}"
+        if world.rank == 0:
+            shutil.copytree(begun / f"half-{old}", run)
+        collectives.barrier()
+        config = _elastic_config(data, run, new)
+        opened = RunData(config)
+        try:
+            train(opened.model_config(), world, opened, StopRequest())
+        except ConfigError as error:
+            results[f"{old}-{new}"] = {
+                "refused": str(error),
+                "steps": [step_of(f) for f in list_steps(run / "checkpoints")],
+            }
+            continue
+        if world.rank == 0:
+            whole, here = weights_of(begun / "whole"), weights_of(run)
+            lines = zip(records(begun / "whole"), records(run), strict=True)
+            results[f"{old}-{new}"] = {
+                "weight": max(float((whole[name] - here[name]).abs().max()) for name in whole),
+                "loss": max(abs(a["loss"] - b["loss"]) for a, b in lines),
+                "left": sorted(path.name for path in (run / "checkpoints").iterdir()),
+                "position": read_state(list_steps(run / "checkpoints")[-1]).loader["position"],
+            }
+    return results
+
+
+def phased(world: World, data: Path, out: Path) -> dict[str, Any]:
+    """Three phases: a small batch, a larger one on the same stream, other data with a schedule of its own."""
+    other = data.parent / "other-data"
+    if not other.exists():
+        for part in ("train", "validation"):
+            shutil.copytree(data / ("validation" if part == "train" else "train"), other / part)
+    parts = [
+        {"steps": 2, "global_batch": 8},
+        {"steps": 3},
+        {"steps": 3, "data_dir": str(other), "lr": 1e-3, "schedule": {"warmup_steps": 2}},
+    ]
+    results: dict[str, Any] = {}
+    for name, stops in (("straight", ()), ("stopped", (1, 2, 4))):
+        config = make_config(data, out / name, deepspeed=zero(1), train={"steps": 8}, schedule={"warmup_steps": 1})
+        config = TrainConfig.model_validate({**config.as_tree(), "phases": parts, "optimizer": {"lr": 1e-2}})
+        opened = RunData(config)
+        codes = [train(opened.model_config(), world, opened, StopAt(step)) for step in stops]
+        codes.append(train(opened.model_config(), world, opened, StopRequest()))
+        states = [read_state(folder) for folder in list_steps(out / name / "checkpoints")]
+        results[name] = {
+            "codes": codes,
+            "lines": [[line[key] for key in ("step", "lr", "loss", "examples")] for line in records(out / name)],
+            "position": states[-1].loader["position"],
+            "starts": [begun["step"] for begun in json.loads((out / name / "run.json").read_text())["starts"]],
+        }
+    one, two = (weights_of(out / name) for name in ("straight", "stopped"))
+    results["same_weights"] = all(torch.equal(one[name], two[name]) for name in one)
+    return results
+
+
+def agreement(world: World, data: Path, out: Path) -> dict[str, Any]:
+    """R41: rank 1 has another learning rate; then a stop because the time is used up."""
+    rate = 1e-3 if world.rank == 0 else 2e-3
+    config = make_config(data, out / "differing", optimizer={"lr": rate})
+    opened = RunData(config)
+    results: dict[str, Any] = {}
+    try:
+        train(opened.model_config(), world, opened, StopRequest())
+    except ConfigError as error:
+        results["differing"] = str(error)
+    found = collectives.gather_objects(results.get("differing"))
+    results["same_everywhere"] = found[0] is not None and len(set(found)) == 1
+    results["nothing_written"] = not (out / "differing").exists()
+    config = make_config(data, out / "budget", checkpoint={"every": 100})
+    opened = RunData(config)
+    results["budget"] = train(opened.model_config(), world, opened, StopRequest(1e-9 if world.rank == 1 else 0.0))
+    results["budget_steps"] = [step_of(folder) for folder in list_steps(out / "budget/checkpoints")]
+    return results
