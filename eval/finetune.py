@@ -64,6 +64,7 @@ def finetune(
     device: torch.device | str = "cpu",
     label: str = "fine-tuning",
     features: str = "",
+    max_steps: int | None = None,
 ) -> Finetuned:
     """Train an encoder and a new head on a problem.
 
@@ -78,6 +79,7 @@ def finetune(
         device: where to compute.
         label: in front of the progress bar, which is shown on a terminal only.
         features: train a BiLSTM on these states of the frozen encoder instead, see `FeatureModel`.
+        max_steps: stop after as many, with the schedule of the whole recipe.
 
     Raises:
         TaskError: features that the encoder does not have.
@@ -112,8 +114,9 @@ def finetune(
                 progress.update(bar, advance=1, description=f"{label}  loss {result.losses[-1]:.3f}")
                 if not math.isfinite(result.losses[-1]):
                     result.diverged_at = len(result.losses)
+                if result.diverged_at or len(result.losses) == max_steps:
                     break
-            if result.diverged_at:
+            if result.diverged_at or len(result.losses) == max_steps:
                 break
     result.seconds = time.perf_counter() - start
     result.examples_per_second, result.tokens_per_second = examples / result.seconds, tokens / result.seconds

@@ -13,13 +13,16 @@ from data_pipeline.artefacts import write_text
 from eval.metrics import Score, summarise
 
 SCHEMA = 1
-IDENTITY = ("task", "task_version", "recipe", "seed", "train_examples_limit", "data_sha256", "model", "tokenizer")
-"""Keys of a result that decide its score."""
+IDENTITY = (
+    *("task", "task_version", "recipe", "seed", "train_examples_limit", "data_sha256", "model", "tokenizer"),
+    "start",
+)
+"""Keys of a result that decide its score; `start` only where another task was trained on first."""
 
 
 def identity_hash(result: Mapping[str, Any]) -> str:
     """Twelve hex digits over the keys in `IDENTITY`."""
-    text = json.dumps({key: result[key] for key in IDENTITY}, sort_keys=True)
+    text = json.dumps({key: result[key] for key in IDENTITY if key in result}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -55,18 +58,42 @@ def write_summary(output: Path) -> Path:
     for path in sorted(output.glob("*/seed-*.json")):
         result = read_result(path)
         if result is not None:
-            key = json.dumps({name: result[name] for name in IDENTITY if name != "seed"}, sort_keys=True)
-            groups.setdefault(key, []).append(result)
+            groups.setdefault(_identity(result, "seed"), []).append(result)
     path = output / "results.json"
-    tree = {"schema": SCHEMA, "results": [_summary(group) for group in groups.values()]}
+    summaries = [_summary(group) for group in groups.values()]
+    _mark_grids(summaries)
+    tree = {"schema": SCHEMA, "results": summaries}
     write_text(path, json.dumps(tree, indent=1, sort_keys=True, allow_nan=False) + "\n")
     return path
+
+
+def _identity(result: Mapping[str, Any], *without: str) -> str:
+    return json.dumps({key: result[key] for key in IDENTITY if key in result and key not in without}, sort_keys=True)
+
+
+def _mark_grids(summaries: list[dict[str, Any]]) -> None:
+    """Where one task was run with several settings, the best mean on dev is marked with the number of settings it is
+    the best of: it was chosen on the very examples that it is scored on."""
+    grids: dict[str, list[dict[str, Any]]] = {}
+    for summary in summaries:
+        grids.setdefault(_identity(summary, "seed", "recipe"), []).append(summary)
+    for grid in grids.values():
+        means = [_headline_mean(summary) for summary in grid]
+        if len(grid) > 1 and max(means) > float("-inf"):
+            grid[means.index(max(means))]["best_of_grid"] = len(grid)
+
+
+def _headline_mean(summary: Mapping[str, Any]) -> float:
+    headline = summary["headline"]
+    mean = summary["splits"][headline["split"]]["metrics"][headline["metric"]]["mean"]
+    return float("-inf") if mean is None else mean
 
 
 def _summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     results = sorted(results, key=lambda result: result["seed"])
     first = results[0]
-    kept = {key: first[key] for key in (*IDENTITY, "model_folder", "headline", "train_examples") if key != "seed"}
+    wanted = (*IDENTITY, "model_folder", "headline", "train_examples")
+    kept = {key: first[key] for key in wanted if key != "seed" and key in first}
     return {
         **kept,
         "seeds": [result["seed"] for result in results],

@@ -1,61 +1,52 @@
-"""Tasks times seeds: fine-tune, score, write the result; what is finished is not repeated."""
+"""Tasks x settings x seeds: fine-tune, score, write the result; what is finished is not repeated."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.metrics import Score
+from eval.plan import Plan
+from eval.readers import ReadError
 from eval.results import SCHEMA, read_result, result_path, scores_as_json, write_result, write_summary
-from eval.task_data import TaskData, build_problem, read_task, score_split
-from eval.tasks import Recipe, Task, TaskError
+from eval.squad_data import SquadData
+from eval.submission import predictions_folder, write_predictions
+from eval.task_data import TaskData, build_problem, read_examples, read_task, score_split
+from eval.tasks import Recipe, Task, TaskError, select_tasks
 
 if TYPE_CHECKING:
     from eval.source import ModelSource
+    from pretrain.encoder import Encoder
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """What one command asks for.
+def run_suite(source: ModelSource, tasks: Sequence[Task], plan: Plan, *, evaluate_only: bool = False) -> Path:
+    """Run every (task, setting, seed) that has no result yet, and write the summary; returns its path.
 
-    Attributes:
-        data, output: folders.
-        seeds: number of seeds, counted from `first_seed`.
-        max_train_examples: train on this many, drawn once for all seeds; 0: all.
-        overrides: recipe fields that replace the task's own.
-        device: "cpu", "cuda", or "auto".
-    """
-
-    data: Path
-    output: Path
-    seeds: int = 1
-    first_seed: int = 0
-    max_train_examples: int = 0
-    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
-    device: str = "auto"
-
-    def recipe(self, task: Task) -> Recipe:
-        """The task's recipe with the command's changes."""
-        return dataclasses.replace(task.recipe, **self.overrides)
-
-
-def run_suite(source: ModelSource, tasks: Sequence[Task], plan: Plan) -> Path:
-    """Run every (task, seed) that has no result yet, and write the summary; returns its path.
+    Args:
+        source: the checkpoint.
+        tasks: rows.
+        plan: what is asked for.
+        evaluate_only: the checkpoint is fine-tuned already: score it as it is.
 
     Raises:
         ReadError, TaskError: a task that cannot be run as asked; all files are read before anything is trained.
     """
-    data = [read_task(task, plan.data, plan.max_train_examples) for task in tasks]
-    for task_data in data:
-        _check_length(plan.recipe(task_data.task), source)
-    for task_data in data:
-        for seed in range(plan.first_seed, plan.first_seed + plan.seeds):
-            _run_one(source, task_data, plan, seed)
+    suite = _Suite(source, plan)
+    data = {task.name: read_task(task, plan.data, plan.max_train_examples) for task in tasks}
+    for task in tasks:
+        for recipe in plan.recipes(task):
+            _check_length(recipe, source)
+    if evaluate_only:
+        for task in tasks[plan.part :: plan.parts]:
+            suite.score_as_it_is(data[task.name], plan.recipe(task))
+    else:
+        for task, recipe, seed in plan.runs(tasks):
+            suite.run(data[task.name], recipe, seed)
     return write_summary(plan.output)
 
 
@@ -67,65 +58,144 @@ def _check_length(recipe: Recipe, source: ModelSource) -> None:
         )
 
 
-def _run_one(source: ModelSource, data: TaskData, plan: Plan, seed: int) -> None:
-    task, recipe = data.task, plan.recipe(data.task)
-    result: dict[str, Any] = {
-        "schema": SCHEMA,
-        "task": task.name,
-        "task_version": task.version,
-        "recipe": dataclasses.asdict(recipe),
-        "seed": seed,
-        "train_examples_limit": plan.max_train_examples,
-        "data_sha256": data.sha256,
-        "model": source.fingerprint,
-        "tokenizer": source.tokenizer.fingerprint,
-    }
-    path = result_path(plan.output, result)
-    finished = read_result(path)
-    if finished is not None:
-        print(f"{task.name} seed {seed}: {_headline_text(finished)} (finished before)")
-        return
-    from eval.finetune import finetune
-    from eval.predict import predict
+class _Suite:
+    """One checkpoint and one plan; keeps the encoder that was fine-tuned on the start task, for one seed."""
 
-    start = time.perf_counter()
-    trained = finetune(
-        source.encoder(),
-        build_problem(source.tokenizer, task, data.train, recipe),
-        recipe,
-        seed=seed,
-        device=resolve_device(plan.device),
-        label=f"{task.name} seed {seed}",
-        features=task.features,
-    )
-    warnings: list[str] = []
-    splits = {}
-    for name, examples in data.scored.items():
-        problem = build_problem(source.tokenizer, task, examples, recipe)
-        splits[name] = score_split(data, name, problem, predict(trained.model, problem), warnings)
+    def __init__(self, source: ModelSource, plan: Plan) -> None:
+        self.source, self.plan = source, plan
+        self.device = resolve_device(plan.device)
+        self.start = read_task(select_tasks([plan.start_task])[0], plan.data) if plan.start_task else None
+        self.started: tuple[int, Encoder] | None = None
+
+    def run(self, data: TaskData, recipe: Recipe, seed: int) -> None:
+        """Fine-tune, score and write one result, unless it is there."""
+        from eval.finetune import finetune
+
+        label = f"{data.task.name} seed {seed}"
+        if self.plan.grid:
+            label += f" rate {recipe.learning_rate:g} batch {recipe.batch_size} epochs {recipe.epochs}"
+        result = self._identity(data, recipe, seed)
+        if self._finished(result, label):
+            return
+        start = time.perf_counter()
+        trained = finetune(
+            self._encoder(data.task, seed),
+            build_problem(self.source.tokenizer, data.task, data.train, recipe),
+            recipe,
+            seed=seed,
+            device=self.device,
+            label=label,
+            features=data.task.features,
+        )
+        result |= self._scores(data, recipe, trained.model, result, None)
         if trained.diverged_at is not None:
             undefined = Score(None, f"training diverged at step {trained.diverged_at}")
-            splits[name]["metrics"] = scores_as_json({metric: undefined for metric in task.metrics})
-    tail = trained.losses[-50:]
-    result |= {
-        "splits": splits,
-        "headline": {"split": task.dev_splits[0], "metric": task.metrics[0]},
-        "warnings": warnings,
-        "model_folder": source.folder.name,
-        "train_examples": len(data.train),
-        "train_malformed": data.train.malformed,
-        "steps": len(trained.losses),
-        "final_loss": sum(tail) / len(tail) if all(map(math.isfinite, tail)) else None,
-        "seconds": round(time.perf_counter() - start, 3),
-        "train_seconds": round(trained.seconds, 3),
-        "examples_per_second": round(trained.examples_per_second, 2),
-        "tokens_per_second": round(trained.tokens_per_second, 1),
-        **_provenance(),
-    }
-    write_result(plan.output, result)
-    print(f"{task.name} seed {seed}: {_headline_text(result)}, {result['seconds']:.0f} s")
-    for warning in warnings:
-        print(f"{task.name} seed {seed}: warning: {warning}")
+            for scores in result["splits"].values():
+                scores["metrics"] = scores_as_json({metric: undefined for metric in data.task.metrics})
+        tail = trained.losses[-50:]
+        result |= {
+            "steps": len(trained.losses),
+            "final_loss": sum(tail) / len(tail) if all(map(math.isfinite, tail)) else None,
+            "seconds": round(time.perf_counter() - start, 3),
+            "train_seconds": round(trained.seconds, 3),
+            "examples_per_second": round(trained.examples_per_second, 2),
+            "tokens_per_second": round(trained.tokens_per_second, 1),
+        }
+        self._write(result, label)
+
+    def score_as_it_is(self, data: TaskData, recipe: Recipe) -> None:
+        """Score a checkpoint that carries the task's classifier; nothing is trained."""
+        from eval.fine_tuned import load_fine_tuned
+
+        result = self._identity(data, recipe, 0) | {"recipe": {"evaluate_only": True, "max_length": recipe.max_length}}
+        if self._finished(result, data.task.name):
+            return
+        start = time.perf_counter()
+        names = () if isinstance(data.train, SquadData) else data.train.label_names
+        model, order = load_fine_tuned(self.source, data.task, names)
+        result |= self._scores(data, recipe, model.to(self.device), result, order)
+        self._write(result | {"seconds": round(time.perf_counter() - start, 3)}, data.task.name)
+
+    def _identity(self, data: TaskData, recipe: Recipe, seed: int) -> dict[str, Any]:
+        result = {
+            "schema": SCHEMA,
+            "task": data.task.name,
+            "task_version": data.task.version,
+            "recipe": dataclasses.asdict(recipe),
+            "seed": seed,
+            "train_examples_limit": self.plan.max_train_examples,
+            "data_sha256": data.sha256,
+            "model": self.source.fingerprint,
+            "tokenizer": self.source.tokenizer.fingerprint,
+        }
+        if self.start is not None and self.start.task != data.task:
+            result["start"] = {
+                "task": self.start.task.name,
+                "recipe": dataclasses.asdict(self.plan.recipe(self.start.task)),
+                "data_sha256": self.start.train.sha256,
+            }
+        return result
+
+    def _finished(self, result: dict[str, Any], label: str) -> bool:
+        finished = read_result(result_path(self.plan.output, result))
+        if finished is None or (self.plan.predictions and not predictions_folder(self.plan.output, result).is_dir()):
+            return False
+        print(f"{label}: {_headline_text(finished)} (finished before)")
+        return True
+
+    def _encoder(self, task: Task, seed: int) -> Encoder:
+        """A fresh copy of the checkpoint's encoder, or of the one fine-tuned on the start task with this seed."""
+        from eval.finetune import finetune
+
+        if self.start is None or self.start.task == task:
+            return self.source.encoder()
+        if self.started is None or self.started[0] != seed:
+            first, recipe = self.start.task, self.plan.recipe(self.start.task)
+            problem = build_problem(self.source.tokenizer, first, self.start.train, recipe)
+            label = f"{first.name} seed {seed} as a start"
+            trained = finetune(self.source.encoder(), problem, recipe, seed=seed, device=self.device, label=label)
+            self.started = seed, trained.model.encoder.cpu()
+        return copy.deepcopy(self.started[1])
+
+    def _scores(self, data: TaskData, recipe: Recipe, model: Any, result: dict[str, Any], order: Any) -> dict[str, Any]:
+        """Scores of every labelled split; prediction files where they are asked for."""
+        from eval.predict import predict
+
+        task, splits = data.task, {}
+        warnings: list[str] = []
+        folder = predictions_folder(self.plan.output, result)
+        for name, examples in data.scored.items():
+            problem = build_problem(self.source.tokenizer, task, examples, recipe)
+            logits = predict(model, problem)
+            logits = logits if order is None else logits[:, order]
+            splits[name] = score_split(data, name, problem, logits, warnings)
+            if self.plan.predictions:
+                write_predictions(folder, task, name, examples, problem, logits)
+        for name in [name for name, split in task.splits.items() if self.plan.predictions and not split.labelled]:
+            try:
+                examples = read_examples(self.plan.data, task, name)
+            except ReadError as error:
+                warnings.append(f"{name}: no predictions ({error})")
+                continue
+            problem = build_problem(self.source.tokenizer, task, examples, recipe)
+            logits = predict(model, problem)
+            logits = logits if order is None else logits[:, order]
+            write_predictions(folder, task, name, examples, problem, logits)
+        return {
+            "splits": splits,
+            "headline": {"split": task.dev_splits[0], "metric": task.metrics[0]},
+            "warnings": warnings,
+            "model_folder": self.source.folder.name,
+            "train_examples": len(data.train),
+            "train_malformed": data.train.malformed,
+            **_provenance(),
+        }
+
+    def _write(self, result: dict[str, Any], label: str) -> None:
+        write_result(self.plan.output, result)
+        print(f"{label}: {_headline_text(result)}, {result['seconds']:.0f} s")
+        for warning in result["warnings"]:
+            print(f"{label}: warning: {warning}")
 
 
 def _headline_text(result: dict[str, Any]) -> str:
