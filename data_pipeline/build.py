@@ -32,7 +32,10 @@ from data_pipeline.build_state import (
     require_stage,
     settle_tasks,
 )
+from data_pipeline.clean_stage import DROPPED_NAME, INDEX_NAME, REPORT_NAME, CleanStep, DroppedDocuments, merge_notes
 from data_pipeline.config import ConfigError, PipelineConfig, add_config_arguments, load_pipeline_config
+from data_pipeline.corpus_files import find_files
+from data_pipeline.decontamination import build_index
 from data_pipeline.execution import local_workers, run_tasks
 from data_pipeline.masking import default_limit
 from data_pipeline.pairs import SingleDocumentError
@@ -69,6 +72,7 @@ class Build:
         data_dir: `data.dir`.
         source_dir: whose stage 1 is used, `data_dir` or `data.tokens_from`.
         inputs: files of the corpus.
+        dropped: list of the documents that cleaning leaves out, None where nothing is cleaned.
         groups: of stage 1, once it is settled.
     """
 
@@ -89,6 +93,7 @@ class Build:
         """
         with build_lock(self.data_dir):
             self.inputs = self._inputs()
+            self.dropped = self._clean()
             tokenizer = self._tokenizer()
             files = self._tokenize(tokenizer)
             buckets = self._buckets(files)
@@ -107,6 +112,36 @@ class Build:
             return find_inputs(corpus, corpus_dir)
         with self.progress.stage("corpus: reading the documentation in this installation"):
             return find_inputs(corpus, corpus_dir)
+
+    def _clean(self) -> Path | None:
+        """Stage 0; the list of documents to leave out, None where `[cleaning]` asks for nothing."""
+        cleaning, folder = self.config.cleaning, self.source_dir / "cleaning"
+        if not cleaning.active:
+            return None
+        evaluation = find_files(cleaning.decontaminate, "cleaning.decontaminate") if cleaning.decontaminate else []
+        self.cleaning_settings = cleaning.model_dump(mode="json") | {
+            "evaluation": [[file.path, file.size, file.modified] for file in evaluation]
+        }
+        settings = self._corpus_settings()
+        if self.source_dir != self.data_dir:
+            require_stage(self.source_dir, "cleaning", settings)
+            return folder / DROPPED_NAME
+        claim_stage(self.data_dir, "cleaning", settings, ("cleaning",))
+        if (folder / REPORT_NAME).exists():
+            self.progress.line(f"cleaning: {folder} is complete")
+            return folder / DROPPED_NAME
+        tasks = choose_tasks(self.config.data.tasks, local_workers(self.config.data), self.inputs)
+        settle_tasks(folder, {"tasks": tasks}, complete=False)
+        remove_leftovers(folder)
+        if evaluation:
+            build_index(evaluation, cleaning.decontaminate_words, folder / INDEX_NAME)
+        steps = [ReadStep(self.config.corpus, self.inputs), CleanStep(cleaning=cleaning, output_dir=folder)]
+        with self.progress.stage("cleaning") as advance:
+            run_tasks(steps, tasks=tasks, data=self.config.data, state_dir=folder / "state", on_progress=advance)
+        counts = merge_notes(folder, tasks, cleaning)
+        found = ", ".join(f"{count} {reason}" for reason, count in counts.items()) or "nothing"
+        self.progress.line(f"cleaning: dropped {found}; samples in {folder / REPORT_NAME}")
+        return folder / DROPPED_NAME
 
     def _tokenizer(self) -> Tokenizer:
         """The saved tokenizer; trained on the training part of the corpus, or imported, where there is none."""
@@ -136,13 +171,17 @@ class Build:
 
     def _training_texts(self) -> Iterator[str]:
         corpus = self.config.corpus
-        for document in read_documents(corpus, self.inputs):
+        documents = read_documents(corpus, self.inputs)
+        if self.dropped is not None:
+            documents = DroppedDocuments(self.dropped).kept(documents, Counter())
+        for document in documents:
             if not (corpus.held_out and is_held_out(document.id, corpus.held_out)):
                 yield document.text
 
     def _corpus_settings(self) -> dict[str, Any]:
         inputs = [[file.path, file.size, file.modified] for file in self.inputs]
-        return self.config.corpus.model_dump(mode="json") | {"inputs": inputs}
+        settings = self.config.corpus.model_dump(mode="json") | {"inputs": inputs}
+        return settings | {"cleaning": self.cleaning_settings} if self.config.cleaning.active else settings
 
     def _tokenize(self, tokenizer: Tokenizer) -> list[Path]:
         """Stage 1; the files of all tasks."""
@@ -165,7 +204,7 @@ class Build:
             self.progress.line(f"stage 1: {self.tokens_dir} is complete")
             return files
         remove_leftovers(self.tokens_dir)
-        read = ReadStep(config.corpus, self.inputs)
+        read = ReadStep(config.corpus, self.inputs, self.dropped)
         steps = [
             read,
             TokenizeStep(

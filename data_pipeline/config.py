@@ -55,6 +55,34 @@ class CorpusConfig(StrictModel):
     """Undecodable bytes become U+FFFD and are counted, or end the build."""
 
 
+class CleaningConfig(StrictModel):
+    """`[cleaning]`: which documents are left out, each counted with its reason. Everything is off by default."""
+
+    languages: tuple[str, ...] = ()
+    """Keep documents in these languages (ISO 639-1, as resiliparse detects them)."""
+    quality: bool = False
+    """Gopher's quality rules: number and length of words, symbols, bullets, stop words."""
+    min_words: int = Field(default=50, ge=1)
+    """Shortest document that the quality rules keep."""
+    stop_words: tuple[str, ...] = ("the", "be", "to", "of", "and", "that", "have", "with")
+    """Text has two of these; empty where the language has no such list."""
+    repetition: bool = False
+    """Gopher's repetition rules: repeated lines, paragraphs and n-grams."""
+    exact_duplicates: bool = False
+    near_duplicates: bool = False
+    """MinHash over 5-grams of words."""
+    decontaminate: tuple[str, ...] = ()
+    """Evaluation files (paths, folders, globs); documents that share words with them are left out."""
+    decontaminate_words: int = Field(default=13, ge=8)
+    """How many words in a row are too many."""
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is asked for."""
+        flags = (self.quality, self.repetition, self.exact_duplicates, self.near_duplicates)
+        return any(flags) or bool(self.languages or self.decontaminate)
+
+
 class TokenizerConfig(StrictModel):
     """`[tokenizer]`: the vocabulary to train, or the finished one to use."""
 
@@ -130,6 +158,7 @@ class PipelineConfig(StrictModel):
 
     seed: int = Field(default=0, ge=0)
     corpus: CorpusConfig = CorpusConfig()
+    cleaning: CleaningConfig = CleaningConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig
 

@@ -17,6 +17,7 @@ from typing import IO, Any
 import orjson
 from datatrove.pipeline.base import PipelineStep
 
+from data_pipeline.clean_stage import DroppedDocuments
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpus_files import (
     CorpusError,
@@ -301,16 +302,20 @@ class ReadStep(PipelineStep):
     name = "Read"
     type = "Clozeworks"
 
-    def __init__(self, corpus: CorpusConfig, inputs: Sequence[InputFile]) -> None:
+    def __init__(self, corpus: CorpusConfig, inputs: Sequence[InputFile], dropped: Path | None = None) -> None:
         super().__init__()
         self.corpus = corpus
+        self.dropped = dropped
         self.inputs = list(inputs)
         self.counts: Counter[str] = Counter()
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yield the documents of task `rank` of `world_size`."""
         self.counts.clear()
-        for document in read_documents(self.corpus, self.inputs, rank, world_size, self.counts):
+        documents = read_documents(self.corpus, self.inputs, rank, world_size, self.counts)
+        if self.dropped is not None:
+            documents = DroppedDocuments(self.dropped).kept(documents, self.counts)
+        for document in documents:
             self.update_doc_stats(document)
             yield document
         for name, value in self.counts.items():
