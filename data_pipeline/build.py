@@ -45,7 +45,7 @@ from data_pipeline.readers import CorpusError, InputFile, ReadStep, find_inputs,
 from data_pipeline.sentences import split_sentences
 from data_pipeline.shard_index import DatasetInfo, ShardIndex, write_index
 from data_pipeline.shards import ShardRecord
-from data_pipeline.stats import BucketStats, render, warnings
+from data_pipeline.stats import BucketStats, corpus_summary, render, warnings
 from data_pipeline.token_store import TokenFile, TokenStoreError
 from data_pipeline.tokenize_stage import TokenizeStep, open_tokenizer, task_path
 from data_pipeline.tokenizer import Tokenizer, TokenizerError, import_tokenizer, load_tokenizer
@@ -96,6 +96,7 @@ class Build:
             self.dropped = self._clean()
             tokenizer = self._tokenizer()
             files = self._tokenize(tokenizer)
+            self.progress.line(f"corpus: {corpus_summary(self._corpus_counts(files))}")
             buckets = self._buckets(files)
             self._assemble(tokenizer, files, buckets)
 
@@ -260,7 +261,7 @@ class Build:
                     self.progress.line(f"warning: {total} documents are held out, too few: no validation set")
                 continue
             if total == 0:
-                raise BuildError(f"the corpus is empty: {_reasons(self._corpus_counts(files))}")
+                raise BuildError(f"the corpus is empty: {corpus_summary(self._corpus_counts(files))}")
             if total < least:
                 raise BuildError(
                     "the corpus has a single document for training: a random second part must come from another "
@@ -356,12 +357,6 @@ class Build:
             mask_sets=settings.mask_sets,
         )
         write_index(folder, records, info).close()
-
-
-def _reasons(counts: Counter[str]) -> str:
-    dropped = {name.partition(":")[2]: value for name, value in sorted(counts.items()) if name.startswith("dropped:")}
-    reasons = ", ".join(f"{value} {name}" for name, value in dropped.items() if value)
-    return f"{counts['documents']} documents read" + (f", dropped: {reasons}" if reasons else "")
 
 
 def _summary(folder: Path, index: ShardIndex, state: str) -> str:

@@ -24,6 +24,12 @@ SCHEMA = 1
 HISTOGRAM_BINS = 16
 DROPPED = "dropped:"
 """Prefix of a count of dropped documents; what follows is the reason."""
+_NOTED = {
+    "unknown_tokens": "unknown tokens",
+    "overlong_words": "over-long words",
+    "removed_marks": "combining marks removed",
+    "undecodable_bytes": "undecodable bytes replaced",
+}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -132,6 +138,18 @@ def render(corpus: Mapping[str, int], examples: BucketStats, mask_sets: int) -> 
         "continuation_share": _share(counts["continuation_tokens"], counts["tokens"]),
         "lengths": {"bin_width": width, "examples": padded.reshape(HISTOGRAM_BINS, width).sum(axis=1).tolist()},
     }
+
+
+def corpus_summary(counts: Mapping[str, int]) -> str:
+    """What stage 1 read and lost, in one line; counts of 0 are left out."""
+    dropped = {name.removeprefix(DROPPED): value for name, value in sorted(counts.items()) if name.startswith(DROPPED)}
+    reasons = ", ".join(f"{value} {name}" for name, value in dropped.items() if value)
+    parts = [f"{counts.get('documents', 0)} documents read" + (f", dropped: {reasons}" if reasons else "")]
+    parts.append(f"{counts.get('tokens', 0) / 1e6:.2f} M tokens in {counts.get('sentences', 0)} sentences")
+    for name, words in _NOTED.items():
+        if counts.get(name):
+            parts.append(f"{counts[name]} {words}")
+    return "; ".join(parts)
 
 
 def warnings(stats: Mapping[str, Any], *, whole_word: bool) -> list[str]:

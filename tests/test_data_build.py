@@ -322,6 +322,17 @@ def test_ray_is_asked_for_where_it_is_missing(tmp_path: Path, capsys: pytest.Cap
     assert "pip install ray" in one_line_error(capsys, ["--config", str(config), "--set", "data.executor=ray"])
 
 
+def test_r01_r05_build_says_what_it_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Accents of the words, an over-long word and an undecodable byte are named on the screen, not only in a file."""
+    config = write_text_config(tmp_path, f"h\u00e9llo w\u00f6rld \u0905\u092a\u0928\u0947\n\nsecond doc {'x' * 101}\n")
+    with (tmp_path / "text/a.txt").open("ab") as file:
+        file.write(b"\nhere \xff\n")
+    assert main(["--config", str(config)]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("corpus: "))
+    assert "3 documents read" in line
+    assert "1 over-long words; 3 combining marks removed; 1 undecodable bytes replaced" in line
+
+
 def test_dry_run_writes_nothing(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, corpus)
     assert main(["--config", str(config), "--dry-run"]) == 0
