@@ -174,7 +174,6 @@ OTHER_TABLES = (
     "tracking",
     "faults",
     "phases",
-    "phases",
     "distillation",
     "deepspeed",
 )
