@@ -9,22 +9,16 @@ gradients take. Vocabulary and width of BERT-base; the peer is `linear` and `cro
 from __future__ import annotations
 
 import argparse
-import resource
 import subprocess
 import sys
 
 import torch
 import torch.nn.functional as F
-from measure import report
+from measure import peak_megabytes, report
 
 from pretrain.linear_cross_entropy import linear_cross_entropy
 
 VOCABULARY, WIDTH = 30522, 768
-
-
-def peak_megabytes() -> float:
-    """Peak resident memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def rise(side: str, predictions: int) -> float:

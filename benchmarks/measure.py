@@ -32,6 +32,14 @@ def machine() -> str:
     return f"{model}, {len(os.sched_getaffinity(0))} cores"
 
 
+def peak_megabytes() -> float:
+    """Peak resident memory of this process. Not ru_maxrss: a child inherits its parent's."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
+    return float("nan")
+
+
 def report(name: str, value: float, unit: str, peer: float, goal: float, *, higher_is_better: bool = True) -> None:
     """Print the closing JSON line: ratio is value/peer, `met` compares it with the goal."""
     ratio = value / peer if peer else float("nan")

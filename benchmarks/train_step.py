@@ -12,7 +12,6 @@ are made up.
 from __future__ import annotations
 
 import argparse
-import resource
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measure import ROOT, machine, report
+from measure import ROOT, machine, peak_megabytes, report
 
 from data_pipeline.loader import build_loader
 from data_pipeline.records import Batch
@@ -140,7 +139,8 @@ def product_shapes(config: EncoderConfig, batch: Batch) -> list[tuple[int, int, 
 class ProductClock:
     """Best time of each product of a step alone: forward, gradient of the input, gradient of the weight."""
 
-    def __init__(self, config: EncoderConfig, batch: Batch) -> None:
+    def __init__(self, config: EncoderConfig, batch: Batch, now: Callable[[], float]) -> None:
+        self._now = now
         self._cases = []
         for times, rows, inner, columns in product_shapes(config, batch):
             x, weight, out = torch.randn(rows, inner), torch.randn(columns, inner), torch.randn(rows, columns)
@@ -150,9 +150,9 @@ class ProductClock:
     def measure(self) -> None:
         """One round over all products."""
         for case in self._cases:
-            begin = time.perf_counter()
+            begin = self._now()
             torch.mm(case[2], case[3])
-            case[4] = min(case[4], time.perf_counter() - begin)
+            case[4] = min(case[4], self._now() - begin)
 
     def peak(self) -> float:
         """FLOP/s over all products of a step."""
@@ -179,7 +179,7 @@ def shard_batches(length: int, examples: int, folder: Path) -> list[Batch]:
         return [next(loader)[0] for _ in range(3)]
 
 
-def peak_megabytes(arguments: list[str], side: str) -> float:
+def memory_of(arguments: list[str], side: str) -> float:
     """Peak resident memory of a process that runs a few steps of one side alone."""
     command = [sys.executable, __file__, *arguments, "--memory-of", side]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
@@ -212,18 +212,19 @@ def main() -> None:
         step = our_step(config, batches)[1] if options.memory_of == "ours" else peer_step(config, batches)
         for number in range(3):
             step(number)
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        print(peak_megabytes())
         return
     sides = {"ours": our_step(config, batches)[1], "peer": peer_step(config, batches)}
-    clock = ProductClock(config, batches[0])
+    now = time.process_time if options.clock == "cpu" else time.perf_counter
+    clock = ProductClock(config, batches[0], now)
     times: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(steps + 1):
         clock.measure()
         for name, step in sides.items():
-            begin = time.perf_counter()
+            begin = now()
             step(0 if number == 0 else number - 1)
             if number:
-                times[name].append(time.perf_counter() - begin)
+                times[name].append(now() - begin)
     rates = {}
     for name, taken in times.items():
         best = [min(taken[first :: len(batches)]) for first in range(len(batches)) if taken[first :: len(batches)]]
@@ -233,12 +234,12 @@ def main() -> None:
     real = np.mean([batch.tokens / batch.examples for batch in batches])
     print(
         f"{options.preset}, {examples} examples to {options.length} tokens ({real:.0f} on average), {source}; "
-        f"{machine()}, {torch.get_num_threads()} threads"
+        f"{machine()}, {torch.get_num_threads()} threads, {options.clock} time"
     )
     memory = {}
     if not options.quick:
         arguments = ["--preset", options.preset, "--length", str(options.length), "--shape", options.shape]
-        memory = {name: peak_megabytes([*arguments, "--examples", str(examples)], name) for name in sides}
+        memory = {name: memory_of([*arguments, "--examples", str(examples)], name) for name in sides}
     for name in sides:
         peak = f"peak memory {memory[name]:,.0f} MB" if memory else "peak memory: in the full form only"
         print(f"  {name}: {rates[name]:,.0f} real tokens/s, {peak}")
