@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from data_pipeline.ngrams import mixed, ngram_hashes
 
@@ -68,6 +66,9 @@ def clusters(keys: np.ndarray, band_values: Iterable[np.ndarray]) -> tuple[np.nd
         equal = values[order][1:] == values[order][:-1]
         left.append(order[:-1][equal])
         right.append(order[1:][equal])
+    from scipy.sparse import coo_array  # loads for a second, and every build imports this file
+    from scipy.sparse.csgraph import connected_components
+
     edges = (np.concatenate(left), np.concatenate(right))
     graph = coo_array((np.ones(len(edges[0]), np.int8), edges), shape=(len(keys), len(keys)))
     _, labels = connected_components(graph, directed=False)
