@@ -150,8 +150,9 @@ def _tiles(run: Run, best: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _seen(run: Run) -> str:
-    tokens = as_number(run.train[-1].get("tokens"))
-    return "" if tokens is None or not math.isfinite(tokens) else f"{shown(tokens / 1e6, 1)} M tokens"
+    pieces = [as_number(line.get("tokens")) for line in run.train]  # each line counts since the one before
+    tokens = sum(piece for piece in pieces if piece is not None and math.isfinite(piece))
+    return f"{shown(tokens / 1e6, 1)} M tokens" if tokens else ""
 
 
 def _figures(run: Run, prefix: str) -> list[dict[str, str]]:
