@@ -29,6 +29,7 @@ MAGIC = b"CLZTOK01"
 SEGMENT_TOKENS = 4_000_000
 """Ids in memory before a segment is written: about 70 MB at the peak, while they are sorted by group."""
 
+_GATHERED_AT_ONCE = 1 << 19
 _TAIL = struct.Struct("<Q8s")
 _COLUMNS = 6
 
@@ -68,7 +69,7 @@ class Documents:
             keys=[self.keys[i] for i in order.tolist()],
             sentence_counts=self.sentence_counts[order],
             sentence_lengths=self.sentence_lengths[ranges(sentence_starts[order], self.sentence_counts[order])],
-            ids=self.ids[ranges(token_starts[order], tokens[order])],
+            ids=gather(self.ids, token_starts[order], tokens[order]),
         )
 
 
@@ -78,6 +79,22 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     indices = np.repeat(starts - (ends - lengths), lengths)
     indices += np.arange(len(indices), dtype=indices.dtype)
     return indices
+
+
+def gather(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The values of `[start, start + length)` end to end, a part at a time: an index is four times as large as an id."""
+    ends = np.cumsum(lengths)
+    out = np.empty(int(ends[-1]) if len(ends) else 0, values.dtype)
+    first = done = 0
+    while first < len(ends):
+        last = max(first + 1, int(np.searchsorted(ends, done + _GATHERED_AT_ONCE, side="right")))
+        here = slice(done, int(ends[last - 1]))
+        if last == first + 1:  # perhaps one huge document
+            out[here] = values[int(starts[first]) : int(starts[first] + lengths[first])]
+        else:
+            out[here] = values[ranges(starts[first:last], lengths[first:last])]
+        first, done = last, here.stop
+    return out
 
 
 def concatenate(parts: Sequence[Documents], dtype: np.dtype) -> Documents:

@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_pipeline import token_store
 from data_pipeline.token_store import (
     Documents,
     TokenFile,
     TokenStoreError,
     TokenWriter,
     concatenate,
+    gather,
     id_dtype,
     key_hash,
     ranges,
@@ -117,6 +119,16 @@ def test_take_and_concatenate() -> None:
 def test_ranges() -> None:
     assert ranges(np.array([5, 9, 0]), np.array([2, 0, 3])).tolist() == [5, 6, 0, 1, 2]
     assert ranges(np.zeros(0, np.int64), np.zeros(0, np.int64)).tolist() == []
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 40, 10**6])
+def test_gather_is_the_same_in_parts(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setattr(token_store, "_GATHERED_AT_ONCE", at_once)
+    values = np.arange(100, dtype=np.uint16)
+    lengths = np.array([3, 0, 30, 1, 0, 9, 50])
+    starts = np.array([97, 5, 0, 44, 99, 10, 50])
+    assert gather(values, starts, lengths).tolist() == ranges(starts, lengths).tolist()
+    assert gather(values, starts[:0], lengths[:0]).tolist() == []
 
 
 def test_id_dtype() -> None:
