@@ -20,7 +20,7 @@ def train_line(step: int, loss: float | str) -> dict[str, Any]:
         "mlm_loss": loss,
         "lr": 1e-3,
         "grad_norm": 1.0,
-        "tokens": step * 1000,
+        "tokens": 1_200_000,  # since the line before
         "tokens_per_second": 20000.0,
     }
 
@@ -81,6 +81,7 @@ def test_whole_run_is_one_self_contained_page(tmp_path: Path) -> None:
         "12.50",
         "1,234",
         "config.model.layers",
+        "2.4 M tokens",
         "1,043",
         "created 1970-01-02 00:00 UTC · code abcdef",
     ):
