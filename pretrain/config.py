@@ -103,6 +103,8 @@ class ScheduleConfig(StrictModel):
     """exponential: what is left of the rate after `decay_steps` updates."""
     decay_steps: int = Field(default=0, ge=0)
     """exponential: updates of one factor `decay_rate`; warmup_stable_decay: updates of the decay at the end."""
+    decay_shape: Literal["power", "sqrt"] = "power"
+    """warmup_stable_decay: (1 - q) ** power or 1 - sqrt(q)."""
     staircase: bool = False
     """exponential: the rate changes only every `decay_steps` updates."""
 

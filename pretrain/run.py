@@ -25,7 +25,7 @@ from cluster.world import World, WorldError, current_world
 from data_pipeline.config import ConfigError, add_config_arguments
 from pretrain import checkpoint
 from pretrain.config import TrainConfig, load_config
-from pretrain.deepspeed_config import accumulation_steps, deepspeed_config
+from pretrain.deepspeed_config import deepspeed_config
 from pretrain.phases import phases_of
 from pretrain.run_tracking import send_rest
 from pretrain.stops import EXIT_DONE, EXIT_FAULT, EXIT_USAGE, StopRequest, TrainingFault
@@ -68,14 +68,15 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _run(config: TrainConfig, world: World, *, dry_run: bool) -> int:
+    from pretrain.dry_run import describe_run
     from pretrain.run_data import RunData
 
-    data = RunData(config)
-    config = data.model_config()
     if dry_run:
         if world.rank == 0:
-            print(_plan(config, world), flush=True)
+            print(describe_run(config, world), flush=True)
         return EXIT_DONE
+    data = RunData(config)
+    config = data.model_config()
     stop = StopRequest(budget_seconds=3600 * config.run.max_hours)
     stop.listen()
     from pretrain.engine import stop_ranks  # ten seconds of imports: only now
@@ -101,34 +102,6 @@ def _finished(config: TrainConfig) -> Path | None:
     except checkpoint.CheckpointError:
         return None
     return folder if state.step == config.train.steps else None
-
-
-def _plan(config: TrainConfig, world: World) -> str:
-    """What `--dry-run` prints."""
-    import torch
-
-    from pretrain.encoder import BertForPreTraining
-    from pretrain.run_data import RunData
-
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in BertForPreTraining(config.model).parameters())
-    lines = [f"parameters     {parameters:,}"]
-    for phase in phases_of(config):
-        part = phase.config
-        train, index = part.train, RunData(part).index
-        sizes = f"{train.micro_batch} x {accumulation_steps(part, world.size)} x {world.size} ranks"
-        steps = phase.end - phase.start
-        seen = steps * train.global_batch
-        if config.phases:
-            lines.append(f"phase {phase.number}")
-        lines += [
-            f"global batch   {train.global_batch} = {sizes}",
-            f"steps          {steps:,} (warm-up {part.schedule.warmup_steps:,}, {part.schedule.shape}, {part.optimizer.lr:g})",
-            f"data           {index.examples:,} examples, {index.tokens:,} tokens",
-            f"epochs         {seen / index.examples:.2f}",
-            f"tokens seen    {seen * index.tokens / index.examples:,.0f}",
-        ]
-    return "\n".join([*lines, f"run folder     {config.run.dir}"])
 
 
 def _crash() -> NoReturn:

@@ -67,6 +67,11 @@ class RunData:
         prints = [part.index.fingerprint for part in parts]
         self.fingerprint = prints[0] if len(set(prints)) == 1 else hashlib.sha256("".join(prints).encode()).hexdigest()
 
+    @classmethod
+    def is_built(cls, config: TrainConfig) -> bool:
+        """Whether there is a training set; remote ones are taken to be there."""
+        return cls._exists(f"{config.data.dir.rstrip('/')}/train")
+
     @staticmethod
     def _exists(directory: str) -> bool:
         return "://" in directory or (Path(directory) / "index.json").is_file()

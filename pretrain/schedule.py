@@ -12,8 +12,8 @@ rate `r`, `f` = `final_ratio` and `D` = `decay_steps`:
     cosine               (1 + cos(pi * p)) / 2           https://arxiv.org/abs/1608.03983, equation 5, no restarts
     constant             1
     exponential          decay_rate ** ((n - W) / D), the exponent rounded down with `staircase`
-    warmup_stable_decay  1 up to n = T - D, then (1 - q) ** power, q = (n - T + D) / (D + 1)
-                                                         https://arxiv.org/abs/2404.06395
+    warmup_stable_decay  1 up to n = T - D, then (1 - q) ** power, or 1 - sqrt(q) with decay_shape "sqrt",
+                         q = (n - T + D) / (D + 1)       https://arxiv.org/abs/2404.06395, 2405.18392
 
 With decay_from "warmup" the peak is reached once, at n = W; the end of the decay lies at n = T + 1, so that no step is
 spent at rate 0.  Example: r = 1, W = 4, T = 10, linear: 1/4 2/4 3/4 1 6/7 5/7 4/7 3/7 2/7 1/7.
@@ -56,7 +56,8 @@ def _decay(update: int, warmup: int, total: int, schedule: ScheduleConfig) -> fl
         return schedule.decay_rate ** (math.floor(exponent) if schedule.staircase else exponent)
     if schedule.shape == "warmup_stable_decay":
         into = max(update - (total - schedule.decay_steps), 0)
-        return (1 - min(into / (schedule.decay_steps + 1), 1.0)) ** schedule.power
+        share = min(into / (schedule.decay_steps + 1), 1.0)
+        return 1 - math.sqrt(share) if schedule.decay_shape == "sqrt" else (1 - share) ** schedule.power
     begin = warmup if schedule.decay_from == "warmup" else 0
     progress = min((update - begin) / (total + 1 - begin), 1.0)
     if schedule.shape == "cosine":

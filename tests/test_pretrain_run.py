@@ -75,7 +75,6 @@ def three_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     ("override", "words"),
     [
         ("train.stepz=3", "did you mean 'steps'?"),
-        ("data.dir=/nowhere", "python -m data_pipeline.build"),
         ("model.max_positions=128", ""),
         ("data.max_seq_length=16", ""),
         ("model.vocab_size=99", "vocab_size"),
@@ -92,6 +91,14 @@ def test_a_user_error_is_one_message_and_exit_code_2(
         assert error.startswith("error: ") and words in error and "Traceback" not in error
     else:
         assert code == EXIT_DONE
+
+
+def test_data_that_are_not_built_are_refused_but_planned_for(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config", str(toml), "--set", "data.dir=/nowhere"]
+    assert main(arguments) == EXIT_USAGE
+    assert "python -m data_pipeline.build" in capsys.readouterr().err
+    assert main([*arguments, "--dry-run"]) == EXIT_DONE
+    assert "not built yet" in capsys.readouterr().out
 
 
 def test_a_missing_file_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
