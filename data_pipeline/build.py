@@ -219,7 +219,7 @@ class Build:
                 source_counts=read.counts,
             ),
         ]
-        with self.progress.stage("stage 1: tokenize") as advance:
+        with self.progress.stage("stage 1: tokenize", text_bytes(self.inputs) / 1e6, "MB") as advance:
             run_tasks(steps, tasks=tasks, data=config.data, state_dir=self.tokens_dir / "state", on_progress=advance)
         write_text(finished, "")
         return files
