@@ -195,6 +195,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--shape", choices=["pairs", "mrpc"], default="pairs")
     parser.add_argument(
+        "--clock", choices=["wall", "cpu"], default="wall", help="cpu: on a shared machine, with 1 thread"
+    )
+    parser.add_argument(
         "--data", type=Path, help="data folder for pairs; default: runs/bench/data-LENGTH, built if absent"
     )
     parser.add_argument("--memory-of", choices=["ours", "peer"], help=argparse.SUPPRESS)
