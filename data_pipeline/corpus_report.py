@@ -19,12 +19,14 @@ from matplotlib.figure import Figure
 from data_pipeline.artefacts import write_text
 from data_pipeline.block_codec import ShardError, decode_block
 from data_pipeline.buckets import SPLITS
+from data_pipeline.clean_stage import REPORT_NAME
 from data_pipeline.inspect import describe, find_tokenizer
 from data_pipeline.records import Block
 from data_pipeline.shard_index import ShardIndex
 from data_pipeline.tokenizer import Tokenizer
 
 FILE_NAME = "corpus.html"
+CLEANING = Path("cleaning", REPORT_NAME)
 SAMPLED_BLOCKS = 64
 """Blocks, evenly over the set, whose tokens are counted for the figure of frequencies."""
 _EXAMPLES = 4
@@ -57,7 +59,7 @@ def write_corpus_report(directory: Path, output: Path | None = None) -> Path:
             f"{directory}: holds no finished data set; name data.dir of a build, or a folder with index.json"
         )
     base = directory.parent if folders[0] == directory else directory
-    body = "".join(_section(folder) for folder in folders)
+    body = _cleaning(base / CLEANING) + "".join(_section(folder) for folder in folders)
     title = f"Corpus report: {html.escape(str(base))}"
     page = (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
@@ -100,6 +102,23 @@ def _section(folder: Path) -> str:
     ]
     index.close()
     return "".join(parts)
+
+
+def _cleaning(path: Path) -> str:
+    """What cleaning left out and why, with samples; nothing where the build cleaned nothing."""
+    if not path.exists():
+        return ""
+    report = json.loads(path.read_bytes())
+    rows = "".join(
+        f"<h3>{html.escape(reason.replace('_', ' '))}: {report['dropped'].get(reason, 0):,}</h3>{_table_of(samples)}"
+        for reason, samples in report["samples"].items()
+    )
+    return f"<h2>Left out by cleaning</h2>{rows or '<p>Nothing.</p>'}"
+
+
+def _table_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = (f"<td>{'</td><td>'.join(html.escape(str(value)) for value in row.values())}</td>" for row in rows)
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def _sample(index: ShardIndex) -> list[Block]:

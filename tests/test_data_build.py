@@ -333,6 +333,16 @@ def test_r01_r05_build_says_what_it_removed(tmp_path: Path, capsys: pytest.Captu
     assert "1 over-long words; 3 combining marks removed; 1 undecodable bytes replaced" in line
 
 
+def test_corpus_report_shows_what_cleaning_left_out(tmp_path: Path) -> None:
+    text = "hello world\n\nsecond doc here\n\nhello world\n\nalpha beta\n"
+    config = str(write_text_config(tmp_path, text))
+    assert main(["--config", config, "--set", "cleaning.exact_duplicates=true"]) == 0
+    assert stats_main([str(tmp_path / "data")]) == 0
+    page = (tmp_path / "data/corpus.html").read_text()
+    assert "<h3>exact duplicate: 1</h3>" in page
+    assert "a.txt:" in page
+
+
 def test_dry_run_writes_nothing(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, corpus)
     assert main(["--config", str(config), "--dry-run"]) == 0
