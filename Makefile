@@ -32,13 +32,13 @@ demo: $(STAMP)
 	$(BIN)/python -m eval.report --runs $(RUN) --output $(RUN)/report
 	@echo "report: $(RUN)/report/index.html"
 
-# Two rounds: quick tests side by side, then those that need the machine to themselves.
-QUICK := not slow and not multiproc and not slurm and not gpu
-PYTEST_QUICK := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "$(QUICK)"
+# Two rounds: tests of one process side by side, then those whose ranks or daemons need the machine to themselves.
+ALONE := multiproc or slurm or gpu
+PYTEST_PAIR := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test: $(STAMP)
-	$(PYTEST_QUICK)
-	$(BIN)/python -m pytest -m "not ($(QUICK))"
+	$(PYTEST_PAIR) -m "not ($(ALONE))"
+	$(BIN)/python -m pytest -m "$(ALONE)"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -46,7 +46,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 check: lint
-	$(PYTEST_QUICK)
+	$(PYTEST_PAIR) -m "not (slow or $(ALONE))"
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
