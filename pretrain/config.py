@@ -182,6 +182,11 @@ class FaultsConfig(StrictModel):
     """This many steps with a non-finite gradient one after another end the job with a non-zero exit code."""
     min_loss_scale: float = Field(default=1.0, gt=0)
     """fp16: DeepSpeed never lowers its loss scale below this."""
+    spike_ratio: float = Field(default=0.0, ge=0)
+    """A line of metrics whose MLM loss is over this many times the median of the lines before it takes the run back to its
+    newest checkpoint; the examples since then are left out. 0: never."""
+    max_rollbacks: int = Field(default=3, ge=1)
+    """A start of the job that spikes more often ends with exit code 70."""
     hang_seconds: float = Field(default=1800.0, ge=0)
     """A rank that finishes no step, held-out batch or save for so long prints its stacks and ends the job; 0: never."""
 

@@ -6,6 +6,7 @@ import math
 import time
 from typing import Any
 
+import numpy as np
 import torch
 
 from pretrain.collectives import all_sum
@@ -31,11 +32,15 @@ class Meter:
         self._steps = self._applied = 0
         self._waited = self._excluded = 0.0
         self._last: StepResult | None = None
-        self._begin = time.perf_counter()
+        self._begin = self._step_began = time.perf_counter()
+        self._durations: list[float] = []
 
     def add(self, result: StepResult, *, waited: float) -> None:
         """Count one step; `waited` seconds of it passed until its data was there."""
         self._steps += 1
+        now = time.perf_counter()
+        self._durations.append(now - self._step_began)
+        self._step_began = now
         self._waited += waited
         self._attempted += result.sums[-2:]
         self._last = result
@@ -46,6 +51,7 @@ class Meter:
     def exclude(self, seconds: float) -> None:
         """This much of the interval was validation or saving, not training."""
         self._excluded += seconds
+        self._step_began = time.perf_counter()
 
     def record(self, *, step: int, lr: float, skipped_steps: int) -> dict[str, Any]:
         """A "train" line of metrics.jsonl, see docs/design.md; the next interval begins. Every rank calls this.
@@ -79,6 +85,7 @@ class Meter:
             "tokens_per_second": tokens / seconds,
             "examples_per_second": examples / seconds,
             "step_seconds": seconds / self._steps,
+            "step_seconds_p95": float(np.quantile(self._durations, 0.95)),
             "data_wait_share": waited / ranks,
             "mfu": flops / seconds / (self._peak.flops * ranks),
             "memory_mb": memory_megabytes(self._engine.device),

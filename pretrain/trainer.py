@@ -13,6 +13,7 @@ from pretrain.job import Job, prepare
 from pretrain.meter import Meter
 from pretrain.run_data import RunData
 from pretrain.snapshot import save
+from pretrain.spikes import LossSpike, SpikeWatch
 from pretrain.stops import EXIT_DONE, EXIT_STOPPED, StopRequest, TrainingFault
 from pretrain.telemetry import device_peak
 from pretrain.validation import validate_model
@@ -35,10 +36,33 @@ def train(config: TrainConfig, world: World, data: RunData, stop: StopRequest) -
         TrainingFault: too many steps in a row with a non-finite gradient, or non-finite weights.
     """
     device = engine.start_ranks(world, threads=config.run.threads)
+    rollbacks, skip_to = 0, None
     while True:
-        code = _train_phase(prepare(config, world, data, stop, device))
+        job = prepare(config, world, data, stop, device)
+        if skip_to is not None:
+            job.progress.loader, skip_to = skip_to, None
+        try:
+            code = _train_phase(job)
+        except LossSpike as spike:
+            rollbacks, skip_to = rollbacks + 1, spike.loader
+            _note_rollback(job, spike, rollbacks)
+            continue
         if code is not None:
             return code
+
+
+def _note_rollback(job: Job, spike: LossSpike, count: int) -> None:
+    """Say and record that the run goes back.
+
+    Raises:
+        TrainingFault: too often.
+    """
+    if count > job.config.faults.max_rollbacks:
+        raise TrainingFault(f"{spike}: {count - 1} roll-backs did not help (faults.max_rollbacks); lower optimizer.lr")
+    job.display.say(f"{spike}: back to the newest checkpoint; the examples since then are left out")
+    if job.world.rank == 0:
+        noted = {"step": job.progress.step, "reason": str(spike), "position": spike.loader["position"]}
+        job.folder.update(rollbacks=[*job.folder.record.get("rollbacks", []), noted])
 
 
 def _train_phase(job: Job) -> int | None:
@@ -51,6 +75,9 @@ def _train_phase(job: Job) -> int | None:
             job.stop.leave()
         status = {EXIT_DONE: "FINISHED", EXIT_STOPPED: "KILLED", None: "RUNNING"}[code]
         return code
+    except LossSpike:
+        status = "RUNNING"
+        raise
     finally:
         job.close(status)
 
@@ -58,6 +85,7 @@ def _train_phase(job: Job) -> int | None:
 def _loop(job: Job, meter: Meter) -> int | None:
     config, progress, phase = job.config, job.progress, job.phase
     total = config.train.steps
+    spikes = SpikeWatch(config.faults.spike_ratio)
     loader = job.data.loader(job.world, progress.loader, pin_memory=job.engine.device.type == "cuda")
     with loader:
         while progress.step < phase.end:
@@ -76,7 +104,9 @@ def _loop(job: Job, meter: Meter) -> int | None:
             job.display.step(step)
 
             if step % config.train.log_every == 0 or last:
-                job.write(meter.record(step=step, lr=job.engine.rates()[0], skipped_steps=progress.skipped))
+                record = meter.record(step=step, lr=job.engine.rates()[0], skipped_steps=progress.skipped)
+                job.write(record)
+                spikes.look(step, record["mlm_loss"], progress.loader)
             begin = time.perf_counter()
             if not result.stop and config.validation.every and (step % config.validation.every == 0 or last):
                 found = validate_model(job.engine, _watched(job, job.data.held_out_batches(job.world)))

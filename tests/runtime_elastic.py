@@ -12,7 +12,7 @@ from runtime_common import STAGES, StopAt, make_config, records, weights_of, zer
 
 from cluster.world import World
 from data_pipeline.config import ConfigError
-from pretrain import collectives
+from pretrain import collectives, engine
 from pretrain.checkpoint import list_steps, read_state, step_of
 from pretrain.config import TrainConfig
 from pretrain.run_data import RunData
@@ -106,6 +106,44 @@ def phased(world: World, data: Path, out: Path) -> dict[str, Any]:
     one, two = (weights_of(out / name) for name in ("straight", "stopped"))
     results["same_weights"] = all(torch.equal(one[name], two[name]) for name in one)
     return results
+
+
+def spiked(world: World, data: Path, out: Path) -> dict[str, Any]:
+    """The loss of step 8 is ten times too high, once: back to the checkpoint of step 6, and past the examples of 7 and 8."""
+    config = make_config(
+        data,
+        out / "spiked",
+        train={"steps": 12},
+        checkpoint={"every": 3, "keep": 9},
+        validation={"every": 0},
+        faults={"spike_ratio": 3.0},
+    )
+    step, forward, hit = engine.TrainEngine.step, engine._Objective.forward, [False, False]
+
+    def counted(trainer: engine.TrainEngine, batches: Any, *, number: int, **more: Any) -> Any:
+        hit[0] = number == 8 and not hit[1]
+        result = step(trainer, batches, number=number, **more)
+        hit[1] = hit[1] or hit[0]
+        return result
+
+    def scaled(module: Any, *arguments: Any) -> Any:
+        loss, sums = forward(module, *arguments)
+        return (loss, sums * 10) if hit[0] else (loss, sums)
+
+    engine.TrainEngine.step, engine._Objective.forward = counted, scaled  # type: ignore[method-assign]
+    try:
+        opened = RunData(config)
+        code = train(opened.model_config(), world, opened, StopRequest())
+    finally:
+        engine.TrainEngine.step, engine._Objective.forward = step, forward  # type: ignore[method-assign]
+    record = json.loads((out / "spiked" / "run.json").read_text())
+    return {
+        "code": code,
+        "steps": [line["step"] for line in records(out / "spiked")],
+        "starts": [begun["step"] for begun in record["starts"]],
+        "rollbacks": record["rollbacks"],
+        "position": read_state(list_steps(out / "spiked" / "checkpoints")[-1]).loader["position"],
+    }
 
 
 def agreement(world: World, data: Path, out: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad
 from runtime_common import STAGES, StopAt, make_config, records, weights_of, zero
-from runtime_elastic import agreement, elastic, halves, phased
+from runtime_elastic import agreement, elastic, halves, phased, spiked
 from torch import nn
 
 from cluster.world import World, current_world
@@ -191,6 +191,7 @@ def overflow(world: World, data: Path, out: Path) -> dict[str, Any]:
                 out / f"overflow-{precision}-{stage}",
                 deepspeed=zero(stage, **half),
                 train={"steps": 6},
+                model={"layers": 1},
                 schedule={"warmup_steps": 2},
                 validation={"every": 0},
             )
@@ -329,7 +330,18 @@ def faults(world: World, data: Path, out: Path) -> dict[str, Any]:
 
 SCENARIOS = {
     function.__name__: function
-    for function in (equals_plain_torch, worked_example, overflow, resumed, faults, halves, elastic, agreement, phased)
+    for function in (
+        equals_plain_torch,
+        worked_example,
+        overflow,
+        resumed,
+        faults,
+        halves,
+        elastic,
+        agreement,
+        phased,
+        spiked,
+    )
 }
 
 

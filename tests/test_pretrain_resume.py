@@ -57,7 +57,7 @@ def run_ranks(scenarios: str, data: Path, out: Path, *, ranks: int) -> dict[str,
 def one_rank(data: Path) -> dict[str, Any]:
     out = data.parent / "one-rank"
     out.mkdir()
-    return run_ranks("worked_example,equals_plain_torch,halves,phased", data, out, ranks=1)
+    return run_ranks("worked_example,equals_plain_torch,halves,phased,spiked", data, out, ranks=1)
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +176,15 @@ def test_phases_change_data_batch_and_schedule_and_resume_exactly(one_rank: dict
     assert stopped["lines"] == found["lines"] and len(set(losses)) == 8
     assert stopped["codes"] == [EXIT_STOPPED] * 3 + [EXIT_DONE]
     assert one_rank["phased"]["same_weights"]
+
+
+def test_a_loss_spike_goes_back_and_leaves_its_examples_out(one_rank: dict[str, Any]) -> None:
+    found = one_rank["spiked"]
+    assert found["code"] == EXIT_DONE
+    assert found["starts"] == [0, 6]
+    assert [(noted["step"], noted["position"]) for noted in found["rollbacks"]] == [(8, 8 * 16)]
+    assert found["steps"] == list(range(1, 13))
+    assert found["position"] == (12 + 2) * 16
 
 
 def test_r41_a_rank_with_other_settings_is_named_before_training(results: dict[str, Any]) -> None:
