@@ -1,10 +1,11 @@
 """Fine-tuning speed against the peer's way: `transformers` with dynamic padding, same model, batches, order and rate.
 
-python benchmarks/finetune.py [--quick]
+python benchmarks/finetune.py [--quick] [--case train|squad|padded|evaluate] [--model DIR]
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 import time
@@ -15,13 +16,20 @@ import numpy as np
 import torch
 
 from eval.finetune import epoch_batches, finetune
+from eval.model import TaskModel
 from eval.packing import encode_examples
+from eval.predict import predict
 from eval.problems import ClassProblem
 from eval.readers import Examples, read_split
 from eval.source import ModelSource
+from eval.squad_answers import SquadProblem, squad_problem
+from eval.squad_data import SquadData
+from eval.task_data import read_examples
 from eval.tasks import TASKS, Recipe
 
-GOAL = 1.5
+GOALS = {"train": 1.5, "squad": 1.5, "padded": 3.0, "evaluate": 2.0}
+"""Ratio to the peer that is wanted, by case: fine-tuning on MRPC and on SQuAD windows against dynamic padding, on MRPC against
+padding to 128, and predicting MRPC alone."""
 
 
 def examples_of_benchmark(number: int) -> Examples:
@@ -59,44 +67,106 @@ def make_model(folder: Path, examples: Examples, *, hidden: int, layers: int) ->
     BertModel(config).save_pretrained(folder)
 
 
-def peer_seconds(folder: Path, examples: Examples, recipe: Recipe) -> float:
-    """Seconds of the loop that transformers' users write: tokenized before, padded to the longest of each batch."""
-    from transformers import BertForSequenceClassification, BertTokenizerFast
+def squad_problem_of_benchmark(source: ModelSource, windows: int, quick: bool) -> SquadProblem:
+    """Real SQuAD windows of the task's recipe; needs the data."""
+    data = Path(os.environ.get("CLOZEWORKS_DATA", measure.ROOT.parent / "shared" / "data"))
+    questions = read_examples(data, TASKS["SQuAD-44"], "train").take(np.arange(0, 11000, 11000 // windows)[:windows])
+    assert isinstance(questions, SquadData)
+    return squad_problem(source.tokenizer, questions, 128 if quick else 384, 32 if quick else 128)
 
-    tokenizer = BertTokenizerFast(vocab=str(folder / "vocab.txt"))
-    model = BertForSequenceClassification.from_pretrained(folder, num_labels=2).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate)
-    rows = tokenizer(examples.texts_a, examples.texts_b, truncation=True, max_length=recipe.max_length)
-    assert examples.labels is not None
-    start = time.perf_counter()
-    for units in epoch_batches(len(examples), recipe.batch_size, 0, 0):
-        batch = tokenizer.pad({key: [rows[key][unit] for unit in units] for key in rows}, return_tensors="pt")
-        loss = model(**batch, labels=torch.from_numpy(examples.labels[units])).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
-        optimizer.step()
-        loss.item()
-    return time.perf_counter() - start
+
+class Peer:
+    """The loop that transformers' users write, on the very rows that we train on: padded to the longest of each batch, or
+    all to one length."""
+
+    def __init__(self, folder: Path, problem: ClassProblem | SquadProblem, recipe: Recipe, pad_to: int) -> None:
+        from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification
+
+        kind = (
+            AutoModelForSequenceClassification if isinstance(problem, ClassProblem) else AutoModelForQuestionAnswering
+        )
+        self.model = kind.from_pretrained(folder)
+        self.problem, self.recipe, self.pad_to = problem, recipe, pad_to
+
+    def batch(self, units: np.ndarray) -> dict[str, torch.Tensor]:
+        """Padded ids, segments, mask and labels."""
+        encoded = self.problem.encoded
+        lengths = encoded.lengths[units]
+        width = max(int(lengths.max()), self.pad_to)
+        ids = np.zeros((len(units), width), dtype=np.int64)
+        segments, mask = np.zeros_like(ids), np.zeros_like(ids)
+        for row, unit in enumerate(units):
+            ids[row, : lengths[row]] = encoded.ids[encoded.offsets[unit] : encoded.offsets[unit + 1]]
+            segments[row, encoded.segment_a[unit] : lengths[row]] = 1
+            mask[row, : lengths[row]] = 1
+        out = {"input_ids": ids, "token_type_ids": segments, "attention_mask": mask}
+        if isinstance(self.problem, ClassProblem):
+            out["labels"] = self.problem.labels[units]
+        else:
+            out |= {"start_positions": self.problem.starts[units], "end_positions": self.problem.ends[units]}
+        return {key: torch.from_numpy(value) for key, value in out.items()}
+
+    def train_seconds(self) -> float:
+        """One epoch."""
+        self.model.train()
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.recipe.learning_rate)
+        start = time.perf_counter()
+        for units in epoch_batches(len(self.problem), self.recipe.batch_size, 0, 0):
+            loss = self.model(**self.batch(units)).loss
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+            optimizer.step()
+            loss.item()
+        return time.perf_counter() - start
+
+    @torch.inference_mode()
+    def evaluate_seconds(self) -> float:
+        """All rows once, in the order of the file, 32 at a time."""
+        self.model.eval()
+        start = time.perf_counter()
+        for first in range(0, len(self.problem), 32):
+            self.model(**self.batch(np.arange(first, min(first + 32, len(self.problem)))))
+        return time.perf_counter() - start
 
 
 def main() -> None:
     """Run both sides by turns and print the closing line."""
-    quick = measure.quick_argument(__doc__ or "").quick
-    examples = examples_of_benchmark(64 if quick else 640)
-    recipe = Recipe(epochs=1)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small sizes: proves that the script runs")
+    parser.add_argument("--case", choices=GOALS, default="train", help="what is compared (default train: MRPC)")
+    parser.add_argument("--model", type=Path, help="Hugging Face folder; without: a random one of MiniLM's size")
+    parser.add_argument("--examples", type=int, default=0)
+    options = parser.parse_args()
+    number = options.examples or (64 if options.quick else 640)
+    examples = examples_of_benchmark(number)
+    recipe = Recipe(epochs=1, batch_size=8 if options.case == "squad" else 32)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_model(folder, examples, hidden=128 if quick else 384, layers=2 if quick else 6)
+        folder = options.model or Path(name)
+        if options.model is None:
+            small = options.quick
+            make_model(folder, examples, hidden=128 if small else 384, layers=2 if small else 6)
         source = ModelSource(folder)
-        encoded = encode_examples(source.tokenizer, examples.texts_a, examples.texts_b, recipe.max_length)
-        problem = ClassProblem(encoded=encoded, labels=examples.labels, outputs=2)
+        problem: ClassProblem | SquadProblem
+        if options.case == "squad":
+            problem = squad_problem_of_benchmark(source, number, options.quick)
+        else:
+            encoded = encode_examples(source.tokenizer, examples.texts_a, examples.texts_b, recipe.max_length)
+            problem = ClassProblem(encoded=encoded, labels=examples.labels, outputs=2)
+        side = Peer(folder, problem, recipe, pad_to=128 if options.case == "padded" else 0)
+        model = TaskModel(source.encoder(), problem.outputs, per_token=problem.per_token)
         ours, peer = [], []
-        for _ in range(2 if quick else 3):
-            peer.append(len(examples) / peer_seconds(folder, examples, recipe))
-            ours.append(finetune(source.encoder(), problem, recipe, seed=0).examples_per_second)
+        for _ in range(2 if options.quick else 3):
+            if options.case == "evaluate":
+                peer.append(len(problem) / side.evaluate_seconds())
+                start = time.perf_counter()
+                predict(model, problem)
+                ours.append(len(problem) / (time.perf_counter() - start))
+            else:
+                peer.append(len(problem) / side.train_seconds())
+                ours.append(finetune(source.encoder(), problem, recipe, seed=0).examples_per_second)
     # The best of each side: what else runs on the machine only ever slows one down.
-    measure.report("finetune", max(ours), "examples/s", max(peer), GOAL)
+    measure.report(f"finetune_{options.case}", max(ours), "examples/s", max(peer), GOALS[options.case])
 
 
 if __name__ == "__main__":

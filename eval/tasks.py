@@ -340,7 +340,7 @@ _ROWS = (
         label_column="label",
         labels_file="labels.txt",
         metrics=("accuracy",),
-        recipe=Recipe(batch_size=32, learning_rate=5e-4, epochs=3, max_length=64),
+        recipe=Recipe(batch_size=32, learning_rate=1e-3, epochs=2, max_length=64),
         grid=(1e-3, 5e-4, 2e-4),
         about="the demo's own task: which Python package a documentation paragraph is from (eval.embedded_task)",
     ),
