@@ -107,7 +107,7 @@ class Build:
         size = {"corpus": {"max_megabytes": corpus.max_megabytes}}
         if self.source_dir != self.data_dir:
             require_stage(self.source_dir, "corpus", size)
-            return find_inputs(corpus, corpus_dir)
+            return find_inputs(corpus, corpus_dir, materialise=False)  # nothing is written into another build
         claim_stage(self.data_dir, "corpus", size, ("corpus",))
         if corpus_dir.exists():
             return find_inputs(corpus, corpus_dir)

@@ -67,6 +67,8 @@ def require_stage(data_dir: Path, stage: str, settings: Mapping[str, Any]) -> No
     wanted = json.loads(json.dumps(settings))
     if known[stage] != wanted:
         key, there, here = _first_difference(known[stage], wanted, stage)
+        if key.startswith(f"{stage}.corpus"):  # the stage depends on another table
+            key = key.removeprefix(f"{stage}.")
         raise ConfigError(
             f"data.tokens_from: {data_dir} was made with {key} = {there}, here it is {here}; make them the same, or leave "
             "data.tokens_from empty"

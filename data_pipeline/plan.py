@@ -80,5 +80,5 @@ def _amount(size: float) -> str:
 
 def _duration(seconds: float) -> str:
     if seconds < 90:
-        return f"{max(1, round(seconds))} s"
+        return f"{max(1, round(seconds)) if seconds else 0} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -185,7 +185,7 @@ def test_another_data_set_from_the_same_stage_1(
     capsys.readouterr()
     for number, (change, message) in enumerate(
         [
-            ({"corpus__held_out": 0.2}, "tokenizer.corpus.held_out = 0.1, here it is 0.2"),
+            ({"corpus__held_out": 0.2}, "made with corpus.held_out = 0.1, here it is 0.2"),
             ({"tokenizer__vocab_size": 700}, "tokenizer.vocab_size = 600, here it is 700"),
             ({"data__tokens_from": str(tmp_path / "absent")}, "absent holds no finished build"),
         ]
