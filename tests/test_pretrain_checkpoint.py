@@ -13,7 +13,7 @@ from pretrain import checkpoint
 from pretrain.checkpoint import CheckpointError, TrainerState
 
 
-def make_step(root: Path, step: int, run_id: str = "a") -> Path:
+def make_step(root: Path, step: int, run_id: str = "a", held_out_loss: float | None = None) -> Path:
     """A small whole checkpoint, written the way the trainer writes one."""
     folder = checkpoint.incomplete_folder(root, step)
     (folder / "deepspeed").mkdir(parents=True)
@@ -22,6 +22,7 @@ def make_step(root: Path, step: int, run_id: str = "a") -> Path:
     state = TrainerState(
         step=step, skipped_steps=0, skipped_in_a_row=0, run_id=run_id, loader={"position": step}, world_size=1,
         zero_stage=0, precision="fp32", tokenizer="t", data="d", git="g", config={"seed": 1},
+        held_out_loss=held_out_loss,
     )  # fmt: skip
     checkpoint.write_state(folder, state)
     records = {}
@@ -72,6 +73,39 @@ def test_r27_the_one_just_written_stays_even_below_others(tmp_path: Path) -> Non
     removed = checkpoint.retain(tmp_path, keep=1, written=written, run_id="a", pinned=[300])
     assert steps(tmp_path) == [200, 300, 400]
     assert removed == []
+
+
+def test_the_best_and_those_pinned_by_a_file_stay_too(tmp_path: Path) -> None:
+    losses = {10: 3.0, 20: 2.0, 30: None, 40: 2.0, 50: 2.5, 60: None}
+    for step, loss in losses.items():
+        written = make_step(tmp_path, step, held_out_loss=loss)
+        if step == 30:
+            (written / "pinned").touch()
+        checkpoint.retain(tmp_path, keep=1, written=written, run_id="a", keep_best=True)
+    assert steps(tmp_path) == [20, 30, 60]  # the earlier of two equals is the best
+    checkpoint.verify(tmp_path / checkpoint.step_name(30))
+    checkpoint.retain(tmp_path, keep=1, written=written, run_id="a")
+    assert steps(tmp_path) == [30, 60]
+
+
+def test_a_disk_that_is_too_small_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    root = tmp_path / "run" / "checkpoints"
+    checkpoint.require_space(root, parameters=1000, count=4)
+    with pytest.raises(CheckpointError, match=r"4 checkpoints of 18626451\.49 GiB do not fit: .* GiB are free"):
+        checkpoint.require_space(root, parameters=10**15, count=4)
+
+
+def test_a_state_of_an_earlier_version_lacks_only_what_has_a_default(tmp_path: Path) -> None:
+    folder = make_step(tmp_path, 10)
+    content = json.loads((folder / "trainer_state.json").read_text())
+    for key in ("held_out_loss", "skipped_before_phase"):
+        del content[key]
+    (folder / "trainer_state.json").write_text(json.dumps(content))
+    assert checkpoint.read_state(folder).held_out_loss is None
+    del content["loader"]
+    (folder / "trainer_state.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="lacks loader"):
+        checkpoint.read_state(folder)
 
 
 def damage_content(folder: Path) -> None:
