@@ -1,0 +1,102 @@
+"""The data of a run: masks drawn at load time, shards sampled at start, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cluster.world import World
+from data_pipeline.config import ConfigError
+from data_pipeline.records import Block
+from data_pipeline.shard_index import DatasetInfo, write_index
+from data_pipeline.shards import ShardWriter
+from data_pipeline.tokenizer import load_tokenizer
+from data_pipeline.tokenizer_folder import Normalisation
+from data_pipeline.wordpiece import WordPieceTokenizer
+from pretrain.config import TrainConfig
+from pretrain.run_data import RunData
+
+RULE = {"mask_prob": 0.15, "max_predictions": 4, "whole_word": False, "span_masking": False, "max_seq_length": 24}
+
+
+def write_unmasked(folder: Path, make_block: Callable[..., Block], tokenizer: str) -> None:
+    """57 examples in two shards, without masks."""
+    rng = np.random.default_rng(0)
+    records = []
+    folder.mkdir(exist_ok=True)
+    for shard in range(2):
+        with ShardWriter(folder, f"shard-{shard:05d}.tar") as writer:
+            for number in range(3):
+                writer.add(f"{shard:05d}-{number:06d}", make_block(rng, 9 + (shard + number) % 2, 0))
+        assert writer.record is not None
+        records.append(writer.record)
+    special = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
+    info = DatasetInfo(
+        settings=RULE, tokenizer=tokenizer, vocab_size=100, special_ids=special, max_seq_length=24, mask_sets=0
+    )
+    write_index(folder, records, info)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, make_block: Callable[..., Block]) -> Path:
+    """A data set without masks, and its tokenizer."""
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(95))]
+    flags = Normalisation(lowercase=True, strip_accents=True, split_cjk=True)
+    WordPieceTokenizer(tokens, flags).save(tmp_path / "tokenizer")
+    write_unmasked(tmp_path / "train", make_block, load_tokenizer(tmp_path / "tokenizer").fingerprint)
+    return tmp_path
+
+
+def config_of(folder: Path) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {
+            "seed": 3,
+            "data": {"dir": str(folder)},
+            "run": {"dir": str(folder / "run")},
+            "model": {"layers": 1, "hidden": 32, "heads": 2, "intermediate": 64},
+            "train": {"steps": 9, "global_batch": 28, "micro_batch": 28},
+            "optimizer": {"lr": 1e-3},
+            "validation": {"every": 0},
+        }
+    )
+
+
+def test_masks_are_drawn_at_load_time_others_each_epoch_and_the_same_after_a_resume(folder: Path) -> None:
+    data = RunData(config_of(folder))
+    epoch = data.index.examples  # 57: two steps and one example
+    with data.loader(World()) as loader:
+        first, second, third = (next(loader)[0] for _ in range(3))
+        state = loader.state_dict()
+        fourth = next(loader)[0]
+    assert 2 * 28 < epoch < 3 * 28
+    assert all(len(batch.mask_labels_P) >= 28 for batch in (first, second, third))
+    assert float((first.input_ids_T == 4).float().mean()) > 0.05
+    with data.loader(World(), state) as loader:
+        again = next(loader)[0]
+    assert torch.equal(again.input_ids_T, fourth.input_ids_T)
+    assert torch.equal(again.mask_positions_P, fourth.mask_positions_P)
+
+
+def test_another_tokenizer_beside_such_data_is_refused(folder: Path, make_block: Callable[..., Block]) -> None:
+    write_unmasked(folder / "train", make_block, "0" * 64)
+    with pytest.raises(ConfigError, match="not the tokenizer that"):
+        RunData(config_of(folder)).loader(World())
+    for path in (folder / "tokenizer").iterdir():
+        path.unlink()
+    with pytest.raises(ConfigError, match="masks are drawn at load time and need the data's tokenizer"):
+        RunData(config_of(folder)).loader(World())
+
+
+def test_a_damaged_shard_is_found_at_start(folder: Path) -> None:
+    data = RunData(config_of(folder))
+    data.verify_sample(World())
+    for path in (folder / "train").glob("*.tar"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(bytes(content))
+    with pytest.raises(ConfigError, match="its bytes are not those that were written"):
+        RunData(config_of(folder)).verify_sample(World())
