@@ -61,7 +61,9 @@ def save(job: Job) -> Path:
 
     collectives.on_rank_zero(add_own_files)
     records: dict[str, dict[str, Any]] = {}
-    for part in collectives.gather_objects(checkpoint.file_records(incomplete, part=job.world.rank, parts=job.world.size)):
+    for part in collectives.gather_objects(
+        checkpoint.file_records(incomplete, part=job.world.rank, parts=job.world.size)
+    ):
         records |= part
 
     def finish() -> Path:

@@ -96,4 +96,4 @@ def test_r42_vocabulary_is_padded_to_a_multiple(multiple, rows):
 
 def test_reading_a_configuration_imports_no_torch():
     code = "import sys, pretrain.model_config; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
