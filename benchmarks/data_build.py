@@ -96,9 +96,10 @@ workers = {workers}
     cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     stats = json.loads((folder / "data" / "train" / "stats.json").read_bytes())
     size = _size(folder / "data" / "train")
+    spent = f"{cpu:.2f} CPU s" if workers == 1 else f"{workers} workers"  # theirs is not counted as ours
     print(
         f"{folder.name}: {stats['corpus_tokens'] / 1e6:.2f} M corpus tokens into {stats['examples']} examples, "
-        f"{size / 1e6:.1f} MB, in {cpu:.2f} CPU s ({clock:.2f} s, {workers} workers)"
+        f"{size / 1e6:.1f} MB, in {clock:.2f} s ({spent})"
     )
     return {"tokens": stats["corpus_tokens"], "cpu": cpu, "clock": clock}
 
@@ -221,7 +222,7 @@ def main() -> None:
         path = vocabulary(folder, lines)
         start = build(folder / "start", [pre_split[:20000]], path, "line")
         ours = build(folder / "pre-split", [pre_split] * copies, path, "line")
-        raw_ours = build(folder / "raw", [raw] * max(2, copies // 5), path, "punkt")
+        raw_ours = build(folder / "raw", [raw] * max(2, copies // 2), path, "punkt")
         two = build(folder / "two", [pre_split] * copies, path, "line", workers=2)
         tokenizer_dir = folder / "pre-split" / "data" / "tokenizer"
         bare_rate = bare(raw, tokenizer_dir)
