@@ -7,6 +7,7 @@ import gzip
 from collections import Counter
 from pathlib import Path
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -153,3 +154,17 @@ def test_pages_of_a_crawl(shared_data):
         read(folder / "whirlwind.warc.wet.gz", "warc")
     with pytest.raises(CorpusError, match=r"no text record found.*'warc'"):
         read(folder / "whirlwind.warc.gz", "wet")
+
+
+def test_files_behind_a_url():
+    """Any file system of fsspec, here the one in memory."""
+    system = fsspec.filesystem("memory")
+    try:
+        for name, text in {"b.txt": "two", "a.txt": "one"}.items():
+            system.pipe(f"/crawl/{name}.gz", gzip.compress(text.encode()))
+        for pattern in ("memory://crawl/*.gz", "memory://crawl"):
+            assert [(d.id, d.text) for d in read(pattern, "file")] == [("a.txt:0", "one"), ("b.txt:0", "two")]
+        with pytest.raises(CorpusError, match=r"memory://elsewhere: no such file or folder"):
+            read("memory://elsewhere", "file")
+    finally:
+        system.rm("/crawl", recursive=True)

@@ -342,6 +342,9 @@ def test_import_errors_name_file_and_remedy(tmp_path):
         import_tokenizer(path, config)
     other = tmp_path / "tokenizer.json"
     other.write_text(json.dumps({"model": {"type": "BPE"}, "normalizer": None}))
+    with pytest.raises(TokenizerError, match="expected a BPE model with a ByteLevel pre-tokenizer"):
+        import_tokenizer(other, config)
+    other.write_text(json.dumps({"model": {"type": "WordLevel"}, "normalizer": None}))
     with pytest.raises(TokenizerError, match="expected a WordPiece model"):
         import_tokenizer(other, config)
 
