@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from eval.job_array import main as array_main
 from eval.plan import PAPER, Plan, parse_grid, parse_part
 from eval.run import main
 from eval.score import main as score_main
@@ -236,3 +239,28 @@ def test_workers_share_the_runs(model: Path, data: Path, tmp_path: Path) -> None
     assert main(arguments) == 0
     (group,) = json.loads((tmp_path / "results.json").read_text())["results"]
     assert group["seeds"] == [0, 1]
+
+
+def test_a_job_array_has_an_element_for_each_run(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "a folder"
+    run = ["--model", "nowhere", "--data", str(data), "--output", str(output), "--tasks", "SST-2", "--seeds", "3"]
+    assert array_main(["--time", "10", "--gpus", "1", "--dry-run", "--", *run, "--grid"]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --array=0-11\n" in script and "#SBATCH --gpus-per-task=1\n" in script and not output.exists()
+    assert f'#SBATCH --output="{output}/eval-%A-%a.log"\n' in script
+    assert array_main(["--elements", "2", "--dry-run", "--", *run]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --array=0-1\n" in script
+    # What an element does is what the command does: here it says that there is no such model.
+    done = subprocess.run(
+        ["bash", "-c", script],
+        check=False,
+        env=os.environ | {"SLURM_ARRAY_TASK_ID": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 2 and "nowhere: no config.json" in done.stderr
+    assert array_main(["--dry-run", "--", *run[:-4], "--tasks", "nothing"]) == 2
