@@ -185,6 +185,16 @@ def _figures(run: Run, prefix: str) -> list[dict[str, str]]:
     return figures
 
 
+def _task_label(group: Mapping[str, Any]) -> str:
+    """The task, and what sets this group apart from others of it."""
+    label = str(group["task"])
+    if "start" in group:
+        label += f" from {group['start']['task']}"
+    if "best_of_grid" in group:
+        label += f", best of {group['best_of_grid']} settings on dev"
+    return label
+
+
 def _task_rows(groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     rows = []
     for group in groups:
@@ -195,7 +205,7 @@ def _task_rows(groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
                 over = None if mean is None or base is None else mean - base
                 rows.append(
                     [
-                        group["task"],
+                        _task_label(group),
                         split,
                         metric,
                         percent(mean),
@@ -232,7 +242,7 @@ def _task_figure(groups: Sequence[Mapping[str, Any]], prefix: str) -> str:
             metric = group["headline"]["metric"]
             summary = scores["metrics"][metric]
             if summary["mean"] is not None:
-                label = f"{group['task']} {split}, {metric}"
+                label = f"{_task_label(group)} {split}, {metric}"
                 rows.append((label, summary["mean"], summary["sd"], scores["baseline"][metric]["value"]))
     return scores_svg(f"{prefix}-tasks", rows) if rows else ""
 
