@@ -241,6 +241,7 @@ def test_workers_share_the_runs(model: Path, data: Path, tmp_path: Path) -> None
     assert group["seeds"] == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_job_array_has_an_element_for_each_run(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
