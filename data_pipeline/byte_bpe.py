@@ -21,6 +21,7 @@ from data_pipeline.artefacts import write_text
 from data_pipeline.sentencepiece_model import text_normalizer
 from data_pipeline.tokenizer_folder import (
     Normalisation,
+    SpecialEntries,
     SpecialIds,
     TokenizerError,
     fingerprint,
@@ -39,7 +40,7 @@ _MARKER = re.compile(r"<\|.*\|>")
 _LINE_BREAK = r"[ \t]*\r?\n\s*"
 
 
-class ByteBPETokenizer:
+class ByteBPETokenizer(SpecialEntries):
     """The `Tokenizer` protocol for byte-level BPE.
 
     Args:
@@ -77,36 +78,6 @@ class ByteBPETokenizer:
 
     def __reduce__(self) -> tuple[type, tuple[list[str], list[tuple[str, str]], Normalisation]]:
         return type(self), (self.tokens, self.merges, self.flags)
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of entries V."""
-        return len(self.tokens)
-
-    @property
-    def pad_id(self) -> int:
-        """Id of `<pad>`."""
-        return self._special.pad
-
-    @property
-    def unk_id(self) -> int:
-        """Id of `<unk>`, which encoding never gives."""
-        return self._special.unk
-
-    @property
-    def cls_id(self) -> int:
-        """Id of `<s>`."""
-        return self._special.cls
-
-    @property
-    def sep_id(self) -> int:
-        """Id of `</s>`."""
-        return self._special.sep
-
-    @property
-    def mask_id(self) -> int:
-        """Id of `<mask>`."""
-        return self._special.mask
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Ids of all texts end to end, see `Tokenizer`. A text of white space alone has none."""

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from data_pipeline.artefacts import write_bytes, write_text
 from data_pipeline.tokenizer_folder import (
     Normalisation,
+    SpecialEntries,
     SpecialIds,
     TokenizerError,
     fingerprint,
@@ -53,7 +54,7 @@ def normalise(text: str, normalizer: normalizers.Normalizer | None, flags: Norma
     return normalizer.normalize_str(text) if normalizer is not None else text
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(SpecialEntries):
     """The `Tokenizer` protocol for a SentencePiece model.
 
     Args:
@@ -96,36 +97,6 @@ class SentencePieceTokenizer:
 
     def __reduce__(self) -> tuple[type, tuple[bytes, Normalisation]]:
         return type(self), (self._model, self.flags)
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of entries V."""
-        return len(self.tokens)
-
-    @property
-    def pad_id(self) -> int:
-        """Id of padding."""
-        return self._special.pad
-
-    @property
-    def unk_id(self) -> int:
-        """Id of the unknown token."""
-        return self._special.unk
-
-    @property
-    def cls_id(self) -> int:
-        """Id of [CLS]."""
-        return self._special.cls
-
-    @property
-    def sep_id(self) -> int:
-        """Id of [SEP]."""
-        return self._special.sep
-
-    @property
-    def mask_id(self) -> int:
-        """Id of [MASK]."""
-        return self._special.mask
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Ids of all texts end to end, see `Tokenizer`."""

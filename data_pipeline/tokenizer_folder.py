@@ -63,6 +63,43 @@ class SpecialIds:
         return cls(**{field: ids[name] for field, name in zip(cls.__slots__, names, strict=True)})
 
 
+class SpecialEntries:
+    """What the backends of `Tokenizer` answer alike: the size of the vocabulary and the ids of its special entries."""
+
+    tokens: list[str]
+    _special: SpecialIds
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of entries V."""
+        return len(self.tokens)
+
+    @property
+    def pad_id(self) -> int:
+        """Id of padding: `[PAD]`, `<pad>`."""
+        return self._special.pad
+
+    @property
+    def unk_id(self) -> int:
+        """Id of the unknown token: `[UNK]`, `<unk>`; byte-level BPE never gives it."""
+        return self._special.unk
+
+    @property
+    def cls_id(self) -> int:
+        """Id of the first token of an example: `[CLS]`, `<s>`."""
+        return self._special.cls
+
+    @property
+    def sep_id(self) -> int:
+        """Id of the token that ends a part: `[SEP]`, `</s>`."""
+        return self._special.sep
+
+    @property
+    def mask_id(self) -> int:
+        """Id of the mask: `[MASK]`, `<mask>`."""
+        return self._special.mask
+
+
 def fingerprint(kind: str, flags: Normalisation, special: SpecialIds, vocabulary: bytes) -> str:
     """sha256 over everything that decides ids: kind, flags, special ids and the vocabulary's bytes."""
     head = json.dumps({"kind": kind, **asdict(flags), **asdict(special)}, sort_keys=True)

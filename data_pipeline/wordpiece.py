@@ -23,6 +23,7 @@ from data_pipeline.artefacts import write_text
 from data_pipeline.tokenizer_folder import (
     SPECIAL_TOKENS,
     Normalisation,
+    SpecialEntries,
     SpecialIds,
     TokenizerError,
     fingerprint,
@@ -86,7 +87,7 @@ def _fast_encoder(tokens: Sequence[str], lowercase: bool) -> Any:
         return tokie.Tokenizer.from_json(str(path))
 
 
-class WordPieceTokenizer:
+class WordPieceTokenizer(SpecialEntries):
     """The `Tokenizer` protocol for a WordPiece vocabulary.
 
     Args:
@@ -123,36 +124,6 @@ class WordPieceTokenizer:
 
     def __reduce__(self) -> tuple[type, tuple[list[str], Normalisation]]:
         return type(self), (self.tokens, self.flags)
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of entries V."""
-        return len(self.tokens)
-
-    @property
-    def pad_id(self) -> int:
-        """Id of [PAD]."""
-        return self._special.pad
-
-    @property
-    def unk_id(self) -> int:
-        """Id of [UNK]."""
-        return self._special.unk
-
-    @property
-    def cls_id(self) -> int:
-        """Id of [CLS]."""
-        return self._special.cls
-
-    @property
-    def sep_id(self) -> int:
-        """Id of [SEP]."""
-        return self._special.sep
-
-    @property
-    def mask_id(self) -> int:
-        """Id of [MASK]."""
-        return self._special.mask
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Ids of all texts end to end, see `Tokenizer`."""
