@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from cluster.world import World
 from data_pipeline.records import Batch
-from pretrain import checkpoint, engine
+from pretrain import checkpoint, collectives, engine
 from pretrain.config import TrainConfig
 from pretrain.job import Job, prepare
 from pretrain.meter import Meter
@@ -117,10 +117,8 @@ def _loop(job: Job, meter: Meter) -> int | None:
                 save(job)
             meter.exclude(time.perf_counter() - begin)
             if result.stop and step < total:
-                job.display.say(
-                    f"stopped after step {step}/{total}{_because(job)}, checkpoint saved; the same command goes on "
-                    "from there"
-                )
+                stopped = f"stopped after step {step}/{total}{_reason_of_stop(job)}"
+                job.display.say(f"{stopped}, checkpoint saved; the same command goes on from there")
                 return EXIT_STOPPED
     if phase.end < total:
         job.display.say(f"phase {phase.number} complete at step {phase.end}/{total}")
@@ -136,9 +134,13 @@ def _watched(job: Job, batches: Iterator[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-def _because(job: Job) -> str:
-    """The reason of the stop, where it is known on this rank."""
-    return f" ({job.stop.reason})" if job.stop.reason else ""
+def _reason_of_stop(job: Job) -> str:
+    """The reason of the stop, of the first rank that has one; all ranks are here."""
+    asked = [(rank, reason) for rank, reason in enumerate(collectives.gather_objects(job.stop.reason)) if reason]
+    if not asked:
+        return ""
+    rank, reason = asked[0]
+    return f" ({reason})" if job.world.size == 1 else f" ({reason}, seen by rank {rank})"
 
 
 def _count_skips(job: Job, applied: bool) -> None:
