@@ -20,7 +20,7 @@ from datatrove.pipeline.base import PipelineStep
 from data_pipeline.artefacts import write_text
 from data_pipeline.buckets import SPLITS, Buckets
 from data_pipeline.build_state import worker_lock
-from data_pipeline.masking import MaskingRule, MaskSet, draw_masks, mask_rng, masking_rule
+from data_pipeline.masking import MASKED_SHARE, RANDOM_SHARE, MaskingRule, MaskSet, draw_masks, mask_rng, masking_rule
 from data_pipeline.packing import pack_sentences, with_separators
 from data_pipeline.pairs import Pairs, build_ordered_pairs, build_pairs
 from data_pipeline.records import Block
@@ -50,6 +50,8 @@ class AssembleSettings:
     dupes: int
     block_examples: int
     shard_megabytes: float
+    masked_share: float = MASKED_SHARE
+    random_share: float = RANDOM_SHARE
 
 
 def read_bucket(files: list[TokenFile], groups: range, dtype: np.dtype) -> Documents:

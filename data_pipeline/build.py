@@ -287,6 +287,8 @@ class Build:
             mask_sets=data.mask_sets if split == "train" else 1,  # held-out loss is always that of the same masks
             whole_word=data.whole_word,
             span_masking=data.span_masking,
+            masked_share=data.masked_share,
+            random_share=data.random_share,
             dupes=data.dupes if split == "train" else 1,
             block_examples=data.block_examples,
             shard_megabytes=data.shard_megabytes,

@@ -136,6 +136,10 @@ class DataConfig(StrictModel):
     """Predict all pieces of a word or none."""
     span_masking: bool = False
     """Predict runs of 1 to 10 whole words (SpanBERT)."""
+    masked_share: float = Field(default=0.8, ge=0, le=1)
+    """Of the predicted tokens, those that become the mask id."""
+    random_share: float = Field(default=0.1, ge=0, le=1)
+    """Of the predicted tokens, those that become a random one; the rest stays as it is."""
     dupes: int = Field(default=1, ge=1)
     """How often each document is turned into examples, with other pairs each time."""
     tokens_from: str = ""
@@ -151,6 +155,14 @@ class DataConfig(StrictModel):
     executor: Literal["local", "slurm", "ray"] = "local"
     """Where tasks run: processes here, Slurm job arrays, or Ray. Never changes the output."""
     slurm: SlurmConfig = SlurmConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _shares_fit(self) -> DataConfig:
+        if self.masked_share + self.random_share > 1 + 1e-9:
+            raise ValueError(
+                f"key 'data.random_share': {self.random_share} and data.masked_share {self.masked_share} are over 1 together"
+            )
+        return self
 
 
 class PipelineConfig(StrictModel):

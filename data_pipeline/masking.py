@@ -48,6 +48,7 @@ class MaskingRule:
         word_starts: bool (V,), ids that begin a word; only read with `whole_word` and `spans`.
         whole_word: predict all pieces of a word together or not at all.
         spans: predict runs of whole words, see `SPAN_LENGTH_SHARES`.
+        masked, random: shares of the predictions that become the mask id, and a random id; the rest stays.
     """
 
     probability: float
@@ -58,6 +59,8 @@ class MaskingRule:
     word_starts: np.ndarray
     whole_word: bool = False
     spans: bool = False
+    masked: float = MASKED_SHARE
+    random: float = RANDOM_SHARE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +135,8 @@ def masking_rule(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> MaskingRu
 
     Args:
         tokenizer: of the data set.
-        settings: `settings` of its index, of which `mask_prob`, `max_predictions`, `whole_word` and `span_masking` are read.
+        settings: `settings` of its index, of which `mask_prob`, `max_predictions`, `whole_word`, `span_masking` and, where they
+            are there, `masked_share` and `random_share` are read.
     """
     predictable = np.ones(tokenizer.vocab_size, bool)
     special = [tokenizer.pad_id, tokenizer.unk_id, tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id]
@@ -146,6 +150,8 @@ def masking_rule(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> MaskingRu
         word_starts=tokenizer.word_starts,
         whole_word=settings["whole_word"],
         spans=settings["span_masking"],
+        masked=settings.get("masked_share", MASKED_SHARE),
+        random=settings.get("random_share", RANDOM_SHARE),
     )
 
 
@@ -287,7 +293,7 @@ def _shuffled_within(rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def _replace(originals: np.ndarray, rule: MaskingRule, rng: np.random.Generator, span: np.ndarray | None) -> np.ndarray:
-    """What the encoder sees instead of these ids: 80 % the mask id, 10 % a random ordinary id, 10 % themselves.
+    """What the encoder sees instead of these ids: the mask id, a random ordinary id or themselves, by the rule's shares.
 
     The tokens of one `span` (P,) share their fate, as in SpanBERT.
     """
@@ -296,6 +302,6 @@ def _replace(originals: np.ndarray, rule: MaskingRule, rng: np.random.Generator,
     else:
         fate = rng.random(int(span.max(initial=0)) + 1)[span]
     drawn = rule.ordinary_ids[rng.integers(0, len(rule.ordinary_ids), len(originals))].astype(originals.dtype)
-    inputs = np.where(fate < MASKED_SHARE + RANDOM_SHARE, drawn, originals)
-    inputs[fate < MASKED_SHARE] = rule.mask_id
+    inputs = np.where(fate < rule.masked + rule.random, drawn, originals)
+    inputs[fate < rule.masked] = rule.mask_id
     return inputs

@@ -182,7 +182,10 @@ class BertForPreTraining(nn.Module):
         x_TD = self.encoder(
             batch.input_ids_T, batch.segment_ids_T, batch.position_ids_T, batch.cu_seqlens, batch.max_seqlen
         )
-        x_PD = x_TD.index_select(0, batch.mask_positions_P)
+        # A left-to-right model predicts a token from the state before it. [CLS] comes first and is never predicted, so
+        # that state is the same example's. With data.masked_share = data.random_share = 0 this is the plain LTR objective.
+        places_P = batch.mask_positions_P - 1 if self.config.causal else batch.mask_positions_P
+        x_PD = x_TD.index_select(0, places_P)
         mlm_loss_sum, mlm_correct = self.mlm_head.loss(x_PD, self.word_embedding, batch.mask_labels_P)
         nsp_loss_sum, nsp_correct, nsp_count = mlm_loss_sum.new_zeros(()), torch.zeros_like(mlm_correct), 0
         if self.sentence_head is not None:

@@ -59,7 +59,7 @@ class EncoderConfig(StrictModel):
     biases: bool = True
     """Bias vectors in the linear layers and layer norms of the encoder."""
     causal: bool = False
-    """Left-to-right attention (the paper's LTR ablation)."""
+    """Left-to-right attention, each token predicted from the state before it (the paper's LTR ablation)."""
     local_window: int = Field(default=0, ge=0)
     """Tokens on both sides together that a local layer sees; 0: every layer is global."""
     global_every: int = Field(default=1, ge=1)

@@ -70,6 +70,16 @@ def test_r12_shares_and_specials_over_20000_predictions() -> None:
     assert (np.diff(masks.positions.reshape(-1, 2).astype(int), axis=1) > 0).all()
 
 
+@pytest.mark.parametrize(("masked", "random"), [(1.0, 0.0), (0.8, 0.2), (0.8, 0.0), (0.0, 0.8), (0.0, 1.0), (0.0, 0.0)])
+def test_shares_of_the_paper_s_other_masking_strategies(masked: float, random: float) -> None:
+    """arXiv 1810.04805, table 8; 0 and 0: what a left-to-right model reads."""
+    ids, lengths = examples([(5, 4)] * 5_000)
+    masks = draw_masks(ids, lengths, replace(rule(), masked=masked, random=random), mask_rng(7))
+    originals = ids[np.repeat(np.arange(5_000) * 12, 2) + masks.positions]
+    assert (masks.inputs == MASK).mean() == pytest.approx(masked, abs=0.015)
+    assert ((masks.inputs != MASK) & (masks.inputs != originals)).mean() == pytest.approx(random, abs=0.015)
+
+
 def test_masks_are_a_function_of_seed_and_place() -> None:
     ids, lengths = examples([(40, 30), (3, 2), (60, 60)])
     one, same, other = (draw_masks(ids, lengths, rule(), mask_rng(*place)) for place in [(1, 2), (1, 2), (1, 3)])

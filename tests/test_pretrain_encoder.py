@@ -115,7 +115,7 @@ def padded_loss(theirs, config: EncoderConfig, batch: Batch) -> torch.Tensor:
     """Mean losses of `transformers` on the same examples padded to rows."""
     real = torch.arange(batch.max_seqlen) < (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1])[:, None]
     labels_T = torch.full_like(batch.input_ids_T, -100)
-    labels_T[batch.mask_positions_P] = batch.mask_labels_P
+    labels_T[batch.mask_positions_P - int(config.causal)] = batch.mask_labels_P  # left to right: from the state before
     rows = {"input_ids": torch.full(real.shape, config.pad_id), "labels": torch.full(real.shape, -100)}
     rows["input_ids"][real], rows["labels"][real] = batch.input_ids_T, labels_T
     if config.type_vocab > 1:
