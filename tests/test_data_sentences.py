@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 from pathlib import Path
 
+import nupunkt
 import pytest
 
 from data_pipeline.config import ConfigError, CorpusConfig, validate
+from data_pipeline.punkt import RememberingPunkt
 from data_pipeline.sentences import split_sentences
 
 
@@ -71,6 +74,45 @@ def test_kept_lines_end_sentences(method):
     verse = "Wer reitet so spät durch Nacht und Wind?\nEs ist der Vater mit seinem Kind;\nEr hat\n\nIhn."
     assert split_sentences(verse, method, keep_lines=True) == [line for line in verse.split("\n") if line]
     assert len(split_sentences(verse, method)) == 3
+
+
+def test_english_sentences_are_those_of_nupunkt(shared_data):
+    plain = nupunkt.load("default")
+    if nupunkt.__version__ != "0.8.0":
+        pytest.skip("other versions of nupunkt split with their own code")
+    fast = RememberingPunkt(plain.parameters)
+    novel = gzip.decompress((shared_data / "text/gutenberg/1661-sherlock-holmes.txt.gz").read_bytes()).decode()[
+        :200_000
+    ]
+    assert fast.tokenize(novel) == plain.tokenize(novel)
+    marks = [*".!?…”’\"')]*»“(-,: \n\t\x1c\x85", "...", ". .", "--", "\n\n", " ", " ", ". ", "! "]
+    words = [
+        "Mr",
+        "U.S",
+        "e.g",
+        "house",
+        "He",
+        "the",
+        "A",
+        "I",
+        "3",
+        "3.5",
+        "IV",
+        "x",
+        "No",
+        "p",
+        "don't",
+        "mid-jan",
+        "É",
+        "中",
+    ]
+    words += sorted(plain.parameters.abbrev_types)[::40] + [
+        word for pair in sorted(plain.parameters.collocations) for word in pair
+    ]
+    rng = random.Random(5)
+    for _ in range(2000):
+        text = "".join(rng.choice(marks if rng.random() < 0.6 else words) for _ in range(rng.randint(1, 60)))
+        assert fast.tokenize(text) == plain.tokenize(text), repr(text)
 
 
 def test_unknown_method_is_refused():
