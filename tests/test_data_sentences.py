@@ -106,13 +106,21 @@ def test_english_sentences_are_those_of_nupunkt(shared_data):
         "É",
         "中",
     ]
-    words += sorted(plain.parameters.abbrev_types)[::40] + [
-        word for pair in sorted(plain.parameters.collocations) for word in pair
-    ]
+    pairs = sorted(plain.parameters.collocations)
+    words += sorted(plain.parameters.abbrev_types)[::40] + [word for pair in pairs for word in pair]
     rng = random.Random(5)
-    for _ in range(2000):
-        text = "".join(rng.choice(marks if rng.random() < 0.6 else words) for _ in range(rng.randint(1, 60)))
-        assert fast.tokenize(text) == plain.tokenize(text), repr(text)
+    ends = [".", ".", "!", "?", ".”", "..", "…", ". .", ".--", "?)", ".,"]
+    for number in range(1500):
+        if number % 3 == 0:
+            parts = [rng.choice(marks if rng.random() < 0.6 else words) for _ in range(rng.randint(1, 60))]
+        elif number % 3 == 1:
+            parts = [rng.choice(words) + rng.choice(ends) + rng.choice(["", " ", " ", "\n\n"]) for _ in range(20)]
+        else:  # pairs that belong together, and numbers
+            parts = [
+                f"{rng.choice(['3', '14', first])}{rng.choice(ends)} {rng.choice([second, 'he'])} "
+                for first, second in rng.choices(pairs, k=10)
+            ]
+        assert fast.tokenize("".join(parts)) == plain.tokenize("".join(parts)), repr("".join(parts))
 
 
 def test_unknown_method_is_refused():
