@@ -50,6 +50,7 @@ class AssembleSettings:
     dupes: int
     block_examples: int
     shard_megabytes: float
+    segmenter: str = ""
     masked_share: float = MASKED_SHARE
     random_share: float = RANDOM_SHARE
 
@@ -120,17 +121,24 @@ class IdPool:
 
     Attributes:
         ids: (N + 2,) dtype of the stored ids.
+        begins: (N + 2,) bool, tokens that begin a word; None: the vocabulary says it.
     """
 
     ids: np.ndarray
+    begins: np.ndarray | None = None
 
     @classmethod
-    def of(cls, documents: Documents, tokenizer: Tokenizer) -> IdPool:
+    def of(cls, documents: Documents, tokenizer: Tokenizer, segmenter: str = "") -> IdPool:
         """The pool of a bucket."""
-        return cls(ids=np.append(documents.ids, np.array([tokenizer.cls_id, tokenizer.sep_id], documents.ids.dtype)))
+        ids = np.append(documents.ids, np.array([tokenizer.cls_id, tokenizer.sep_id], documents.ids.dtype))
+        if not segmenter:
+            return cls(ids=ids)
+        from data_pipeline.word_segmenter import WordSegmenter
 
-    def gather(self, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of all pairs as `[CLS] A [SEP] B [SEP]` end to end (N,), and the length of each (E,).
+        return cls(ids=ids, begins=np.append(WordSegmenter(tokenizer).word_begins(documents), [True, True]))
+
+    def places(self, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
+        """Where in `ids` all pairs lie as `[CLS] A [SEP] B [SEP]` end to end (N,), and the length of each (E,).
 
         Where there is no second part the example is `[CLS] A [SEP]`.
         """
@@ -138,13 +146,14 @@ class IdPool:
         cls_at, sep_at = one * (len(self.ids) - 2), one * (len(self.ids) - 1)
         starts = np.stack([cls_at, pairs.a_starts, sep_at, pairs.b_starts, sep_at], axis=1)
         lengths = np.stack([one, pairs.a_lengths, one, pairs.b_lengths, np.minimum(pairs.b_lengths, 1)], axis=1)
-        return self.ids[ranges(starts.ravel(), lengths.ravel())], lengths.sum(axis=1)
+        return ranges(starts.ravel(), lengths.ravel()), lengths.sum(axis=1)
 
 
 def make_block(pool: IdPool, pairs: Pairs, rule: MaskingRule, generators: list[np.random.Generator]) -> Block:
     """One block: the examples of these pairs, masked once per generator."""
-    input_ids, lengths = pool.gather(pairs)
-    sets: list[MaskSet] = [draw_masks(input_ids, lengths, rule, rng) for rng in generators]
+    places, lengths = pool.places(pairs)
+    input_ids, begins = pool.ids[places], None if pool.begins is None else pool.begins[places]
+    sets: list[MaskSet] = [draw_masks(input_ids, lengths, rule, rng, begins) for rng in generators]
     none = [np.zeros(0, np.uint16)]
     return Block(
         input_ids=input_ids,
@@ -180,7 +189,7 @@ def write_bucket(
     stats.count_documents(documents)
     documents, pairs = make_examples(documents, settings, place, tokenizer.sep_id)
     stats.count_pairs(pairs)
-    pool = IdPool.of(documents, tokenizer)
+    pool = IdPool.of(documents, tokenizer, settings.segmenter)
     writer: ShardWriter | None = None
     try:
         for number, start in enumerate(range(0, len(pairs.labels), settings.block_examples)):

@@ -51,6 +51,7 @@ from data_pipeline.tokenize_stage import TokenizeStep, open_tokenizer, task_path
 from data_pipeline.tokenizer import Tokenizer, TokenizerError, import_tokenizer, load_tokenizer
 from data_pipeline.tokenizer_folder import DESCRIPTOR
 from data_pipeline.vocabulary import train_vocabulary
+from data_pipeline.word_segmenter import segmenter_version
 
 USER_ERRORS = (
     ConfigError,
@@ -91,6 +92,7 @@ class Build:
         Raises:
             One of `USER_ERRORS`, or OSError (a full disk).
         """
+        segmenter_version(self.config.data.segmenter)  # known to be there before hours of work
         with build_lock(self.data_dir):
             self.inputs = self._inputs()
             self.dropped = self._clean()
@@ -292,6 +294,7 @@ class Build:
             dupes=data.dupes if split == "train" else 1,
             block_examples=data.block_examples,
             shard_megabytes=data.shard_megabytes,
+            segmenter=segmenter_version(data.segmenter),
         )
 
     def _assemble(self, tokenizer: Tokenizer, files: list[Path], splits: dict[str, int]) -> None:
@@ -339,7 +342,7 @@ class Build:
             raise BuildError(f"{folder}: holds {min(strangers)}, which this build did not write; remove it")
         merged = BucketStats.merged((part["stats"] for part in parts), settings.max_seq_length)
         stats = render(self._corpus_counts(files), merged, settings.mask_sets)
-        stats["warnings"] = warnings(stats, whole_word=settings.whole_word)
+        stats["warnings"] = warnings(stats, whole_word=settings.whole_word and not settings.segmenter)
         for warning in stats["warnings"]:
             self.progress.line(f"warning: {split}: {warning}")
         write_text(folder / "stats.json", json.dumps(stats, indent=1) + "\n")

@@ -136,6 +136,8 @@ class DataConfig(StrictModel):
     """Predict all pieces of a word or none."""
     span_masking: bool = False
     """Predict runs of 1 to 10 whole words (SpanBERT)."""
+    segmenter: Literal["", "jieba"] = ""
+    """What finds the words of Chinese text for the two keys above; empty: each character is a word of its own."""
     masked_share: float = Field(default=0.8, ge=0, le=1)
     """Of the predicted tokens, those that become the mask id."""
     random_share: float = Field(default=0.1, ge=0, le=1)
@@ -155,6 +157,18 @@ class DataConfig(StrictModel):
     executor: Literal["local", "slurm", "ray"] = "local"
     """Where tasks run: processes here, Slurm job arrays, or Ray. Never changes the output."""
     slurm: SlurmConfig = SlurmConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _segmenter_has_work(self) -> DataConfig:
+        if self.segmenter and not (self.whole_word or self.span_masking):
+            raise ValueError(
+                f"key 'data.segmenter': {self.segmenter!r} finds words for data.whole_word or data.span_masking; set one of them"
+            )
+        if self.segmenter and not self.mask_sets:
+            raise ValueError(
+                f"key 'data.segmenter': {self.segmenter!r} works when masks are stored: set data.mask_sets to 1 or more"
+            )
+        return self
 
     @pydantic.model_validator(mode="after")
     def _shares_fit(self) -> DataConfig:

@@ -103,6 +103,7 @@ def draw_masks(
     lengths: np.ndarray,
     rule: MaskingRule,
     rng: np.random.Generator,
+    begins: np.ndarray | None = None,
 ) -> MaskSet:
     """Mask every example of a block once.
 
@@ -111,6 +112,7 @@ def draw_masks(
         lengths: (E,) tokens of each example.
         rule: how to mask.
         rng: every draw comes from here.
+        begins: (N,) bool, tokens that begin a word, where a segmenter knows it better than `rule.word_starts`.
     """
     lengths = lengths.astype(np.int64)
     starts = np.cumsum(lengths) - lengths
@@ -120,7 +122,8 @@ def draw_masks(
     )
     span = None
     if rule.whole_word or rule.spans:
-        places, counts, span = _choose_words(input_ids, lengths, candidates, counts, rule, rng)
+        begins = rule.word_starts[input_ids] if begins is None else begins.copy()
+        places, counts, span = _choose_words(begins, lengths, candidates, counts, rule, rng)
     else:
         places = _choose_tokens(lengths, candidates, counts, rng) + np.repeat(starts, counts)
     return MaskSet(
@@ -199,8 +202,7 @@ class _Words:
     sizes: np.ndarray
 
 
-def _find_words(input_ids: np.ndarray, candidates: np.ndarray, rows: np.ndarray, rule: MaskingRule) -> _Words:
-    begins = rule.word_starts[input_ids]
+def _find_words(begins: np.ndarray, candidates: np.ndarray, rows: np.ndarray) -> _Words:
     begins[1:] |= ~candidates[:-1]  # a part that was cut at the front may start inside a word
     tokens = np.flatnonzero(candidates)
     first = begins[tokens]
@@ -211,7 +213,7 @@ def _find_words(input_ids: np.ndarray, candidates: np.ndarray, rows: np.ndarray,
 
 
 def _choose_words(
-    input_ids: np.ndarray,
+    begins: np.ndarray,
     lengths: np.ndarray,
     candidates: np.ndarray,
     counts: np.ndarray,
@@ -228,7 +230,7 @@ def _choose_words(
         (P,) int64 places in the block, ascending; (E,) int64; (P,) int64 span of each place, None for words.
     """
     rows = np.repeat(np.arange(len(lengths)), lengths)
-    words = _find_words(input_ids, candidates, rows, rule)
+    words = _find_words(begins, candidates, rows)
     if rule.spans:
         unit_first = _span_starts(words, candidates, rng)
         unit_words = np.diff(unit_first, append=len(words.heads))

@@ -159,7 +159,7 @@ def warnings(stats: Mapping[str, Any], *, whole_word: bool) -> list[str]:
         found.append(
             "data.whole_word has no effect here: "
             f"{stats['continuation_share']:.2%} of the tokens continue a word (text without word pieces, such as Chinese, "
-            "needs a word segmenter)"
+            "needs data.segmenter)"
         )
     pairs = stats["nsp"]["next"] + stats["nsp"]["random"]
     if pairs and abs(stats["nsp"]["random_share"] - 0.5) > 0.02 + 2 / pairs:
