@@ -190,6 +190,8 @@ def _task_label(group: Mapping[str, Any]) -> str:
     label = str(group["task"])
     if "start" in group:
         label += f" from {group['start']['task']}"
+    if "bilstm" in group:
+        label += " + BiLSTM"
     if "best_of_grid" in group:
         label += f", best of {group['best_of_grid']} settings on dev"
     return label

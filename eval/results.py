@@ -15,9 +15,10 @@ from eval.metrics import Score, summarise
 SCHEMA = 1
 IDENTITY = (
     *("task", "task_version", "recipe", "seed", "train_examples_limit", "data_sha256", "model", "tokenizer"),
-    "start",
+    *("start", "bilstm"),
 )
-"""Keys of a result that decide its score; `start` only where another task was trained on first."""
+"""Keys of a result that decide its score; `start` only where another task was trained on first, `bilstm` only where a new
+BiLSTM is on top of the encoder."""
 
 
 def identity_hash(result: Mapping[str, Any]) -> str:

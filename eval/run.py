@@ -8,10 +8,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eval.plan import Plan, parse_grid, parse_part
 from eval.tasks import TASKS, Task, TaskError, select_tasks
+
+if TYPE_CHECKING:
+    from eval.source import ModelSource
 
 _OVERRIDES = ("epochs", "batch_size", "learning_rate", "max_length", "stride")
 
@@ -37,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_task_lines(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", required=True, type=Path, help="Hugging Face folder (pretrain.export writes one)")
+    parser.add_argument("--model", required=True, type=Path, help="Hugging Face folder, run folder or checkpoint")
     parser.add_argument("--tasks", required=True, nargs="+", help="task names, or glue for all nine")
     parser.add_argument(
         "--data",
@@ -65,12 +68,21 @@ def build_parser() -> argparse.ArgumentParser:
         "--start-task", default="", help="fine-tune on this task first (MNLI) and start the others from there"
     )
     parser.add_argument(
+        "--bilstm", type=int, default=0, help="layers of a new BiLSTM on top of the encoder (default 0)"
+    )
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder of a checkpoint (default: that of its run)")
+    parser.add_argument(
         "--predictions", action="store_true", help="write prediction files too: GLUE's test sets, SQuAD's answers"
     )
     parser.add_argument(
         "--evaluate-only", action="store_true", help="the model is fine-tuned already: score its own classifier"
     )
-    parser.add_argument("--workers", type=int, default=1, help="processes that share the runs (default 1)")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        help="processes that share the runs, each with one GPU where there are some (default 1)",
+    )
     parser.add_argument("--part", default="0/1", metavar="K/N", help="take part K of N of the runs, for a job array")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one")
     parser.add_argument("--dry-run", action="store_true", help="read the data, say what would run, train nothing")
@@ -98,16 +110,20 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if options.workers < 1:
         raise TaskError(f"--workers is too small: {options.workers}")
     if options.dry_run:
-        _describe(tasks, plan, options.model)
+        _describe(tasks, plan, options)
         return 0
-    from eval.source import ModelSource
-
     if options.workers > 1:
         code = _share(arguments, options.workers)
         if code:
             return code
-    print(f"results: {run_suite(ModelSource(options.model), tasks, plan, evaluate_only=options.evaluate_only)}")
+    print(f"results: {run_suite(_source(options), tasks, plan, evaluate_only=options.evaluate_only)}")
     return 0
+
+
+def _source(options: argparse.Namespace) -> ModelSource:
+    from eval.source import ModelSource
+
+    return ModelSource(options.model, tokenizer=options.tokenizer, bilstm=options.bilstm)
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
@@ -142,45 +158,61 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 
 def _share(arguments: Sequence[str], workers: int) -> int:
-    """Run the command in several processes, each a part; the cores are shared out. The first failure's exit code."""
-    cores = str(max(1, len(os.sched_getaffinity(0)) // workers))
-    environment = os.environ | {"OMP_NUM_THREADS": cores}
+    """Run the command in several processes, each a part. The first failure's exit code."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "eval.run", *arguments, "--workers", "1", "--part", f"{part}/{workers}"],
-            env=environment,
+            env=os.environ | worker_environment(part, workers, visible_gpus()),
         )
         for part in range(workers)
     ]
     return next((code for code in [process.wait() for process in processes] if code), 0)
 
 
-def _describe(tasks: Sequence[Task], plan: Plan, model: Path) -> None:
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name for name in named.split(",") if name.strip() not in ("", "-1")]
+    import torch
+
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+def worker_environment(part: int, workers: int, gpus: Sequence[str]) -> dict[str, str]:
+    """What a worker's environment adds: its share of the cores and, where there are GPUs, one of them in turn."""
+    cores = max(1, len(os.sched_getaffinity(0)) // workers)
+    return {"OMP_NUM_THREADS": str(cores)} | ({"CUDA_VISIBLE_DEVICES": gpus[part % len(gpus)]} if gpus else {})
+
+
+def _describe(tasks: Sequence[Task], plan: Plan, options: argparse.Namespace) -> None:
+    from eval.estimate import estimate_run, in_words
+    from eval.suite import resolve_device
     from eval.task_data import read_task
 
-    print(f"model {model}, data {plan.data}, output {plan.output}; nothing is trained")
+    print(f"model {options.model}, data {plan.data}, output {plan.output}; nothing is trained")
+    there = (options.model / "config.json").is_file() or (options.model / "run.json").is_file()
+    source = _source(options) if there or options.model.name.startswith("step-") else None
     total = 0.0
     for task in tasks:
         data, recipe = read_task(task, plan.data, plan.max_train_examples), plan.recipe(task)
         scored = ", ".join(f"{name} {len(examples)}" for name, examples in data.scored.items())
-        steps = -(-len(data.train) // recipe.batch_size) * recipe.epochs
         settings = len(plan.recipes(task))
         times = f"{settings} settings x " if settings > 1 else ""
-        # A step of a span or tagging task counts windows or rows, which are not known before tokenizing.
-        about = "at least " if task.head == "span" else "at most " if task.head == "tagging" else ""
+        estimate = None if source is None else estimate_run(source, data, recipe, resolve_device(plan.device))
+        units = len(data.train) if estimate is None else estimate.units
+        steps = -(-units // recipe.batch_size) * recipe.epochs
+        # A step of a span or tagging task counts windows or rows, which only tokenizing tells: all of it or a sample.
+        about = {"span": "at least ", "tagging": "at most "}.get(task.head, "") if estimate is None else ""
+        about = "about " if estimate is not None and not estimate.exact else about
         line = (
             f"{task.name}: train on {len(data.train)}, score {scored}; batch {recipe.batch_size}, "
             f"rate {recipe.learning_rate:g}, {recipe.epochs} epochs, {about}{steps} steps x {times}{plan.seeds} seeds, "
             f"up to {recipe.max_length} tokens"
         )
-        if (model / "config.json").is_file():
-            from eval.estimate import estimate_seconds, in_words
-            from eval.source import ModelSource
-            from eval.suite import resolve_device
-
-            one = estimate_seconds(ModelSource(model), data, recipe, resolve_device(plan.device))
-            total += one * settings * plan.seeds
-            line += f"; about {in_words(one)} a run"
+        if estimate is not None:
+            total += estimate.seconds * settings * plan.seeds
+            line += f"; about {in_words(estimate.seconds)} a run"
         print(line)
     if total:
         print(f"about {in_words(total)} in all on this machine in one process")

@@ -128,6 +128,8 @@ class _Suite:
             "model": self.source.fingerprint,
             "tokenizer": self.source.tokenizer.fingerprint,
         }
+        if self.source.bilstm:
+            result["bilstm"] = self.source.bilstm
         if self.start is not None and self.start.task != data.task:
             result["start"] = {
                 "task": self.start.task.name,
@@ -148,12 +150,12 @@ class _Suite:
         from eval.finetune import finetune
 
         if self.start is None or self.start.task == task:
-            return self.source.encoder()
+            return self.source.encoder(seed)
         if self.started is None or self.started[0] != seed:
             first, recipe = self.start.task, self.plan.recipe(self.start.task)
             problem = build_problem(self.source.tokenizer, first, self.start.train, recipe)
             label = f"{first.name} seed {seed} as a start"
-            trained = finetune(self.source.encoder(), problem, recipe, seed=seed, device=self.device, label=label)
+            trained = finetune(self.source.encoder(seed), problem, recipe, seed=seed, device=self.device, label=label)
             self.started = seed, trained.model.encoder.cpu()
         return copy.deepcopy(self.started[1])
 
