@@ -40,6 +40,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint that is damaged, of another run or not loadable here; the message says what to do."""
 
 
+class SaveError(CheckpointError):
+    """A checkpoint could not be written; those before it are whole."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
     """What resuming needs beside the tensors."""

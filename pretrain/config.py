@@ -135,6 +135,8 @@ class CheckpointConfig(StrictModel):
     """The one with the lowest held-out MLM loss, among those saved at a validated step, stays too."""
     pinned: list[int] = Field(default_factory=list)
     """These steps are saved when they are reached, and never removed."""
+    asynchronous: bool = False
+    """Training goes on while a thread of each rank writes; takes host memory for a copy of the rank's state."""
 
 
 class ValidationConfig(StrictModel):

@@ -16,6 +16,7 @@ _OURS = {
     "curriculum_learning": "the loader's order is fixed by the seed",
     "elasticity": "the global batch is kept for any number of ranks",
     "sequence_parallel_size": "sequences are not split over ranks",
+    "datastates_ckpt": "use checkpoint.asynchronous",
 }
 
 
@@ -57,6 +58,8 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
     for key, instead in _OURS.items():
         if key in merged:
             raise ConfigError(f"key 'deepspeed.{key}' is not used: {instead}")
+    if "writer" in merged.get("checkpoint", {}):
+        raise ConfigError("key 'deepspeed.checkpoint.writer' is not used: use checkpoint.asynchronous")
     sizes = (config.train.global_batch, config.train.micro_batch, accumulation_steps(config, world_size))
     for key, value in zip(_FILLED, sizes, strict=True):
         given = merged.get(key, "auto")

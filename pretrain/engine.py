@@ -25,7 +25,7 @@ import math
 import os
 import socket
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ from cluster.world import World
 from data_pipeline.records import Batch
 from pretrain.config import TrainConfig
 from pretrain.deepspeed_config import deepspeed_config, precision, zero_stage
-from pretrain.host_copy import HostCopy
+from pretrain.held_files import HeldFiles
+from pretrain.host_copy import HostCopies, HostCopy
 from pretrain.optimizer import build_optimizer
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -74,12 +75,14 @@ class StepResult:
         sums: (9,) float64 on the device, this rank's part of `SUMS`; the three losses already divided by the global
             counts, so that their sum over ranks is the optimised loss.
         stop: some rank asked for a stop before this step.
+        busy: some rank's `busy` was true before this step.
     """
 
     applied: bool
     norm: torch.Tensor | float
     sums: torch.Tensor
     stop: bool
+    busy: bool = False
 
     @property
     def grad_norm(self) -> float:
@@ -197,6 +200,7 @@ class TrainEngine:
         )
         if self.stage == 0:
             optimizer.state.clear()  # of the step at rate 0, see `build_optimizer`: the first real step is number 1
+        self._files = HeldFiles(self._engine)
         # Without ZeRO and without loss scaling DeepSpeed runs the optimizer bare and never looks at the gradient.
         self._plain = self.stage == 0 and self.precision == "fp32"
 
@@ -214,7 +218,9 @@ class TrainEngine:
         """The learning rate in each of the optimizer's own parameter groups."""
         return [group["lr"] for group in self._engine.optimizer.param_groups]
 
-    def step(self, micro_batches: Sequence[Batch], *, number: int, lr: float, stop: bool = False) -> StepResult:
+    def step(
+        self, micro_batches: Sequence[Batch], *, number: int, lr: float, stop: bool = False, busy: bool = False
+    ) -> StepResult:
         """One optimizer step over this rank's micro-batches.
 
         Args:
@@ -222,6 +228,7 @@ class TrainEngine:
             number: the step, from 1; with the seed, the rank and the micro-step it fixes the dropout.
             lr: the rate of this step.
             stop: this rank asks all ranks to stop after this step.
+            busy: this rank is still writing a checkpoint.
 
         Raises:
             ValueError: another number of micro-batches.
@@ -229,7 +236,7 @@ class TrainEngine:
         if len(micro_batches) != self.accumulation:
             raise ValueError(f"expected {self.accumulation} micro-batches a step, got {len(micro_batches)}")
         local = np.sum([_counts(batch) for batch in micro_batches], axis=0)
-        shared = self._send([*local[:3], float(stop)])
+        shared = self._send([*local[:3], float(stop), float(busy)])
         dist.all_reduce(shared)
         asked = HostCopy(shared[3:])
         counts = shared[:3].clamp(min=1)
@@ -250,9 +257,9 @@ class TrainEngine:
                 applied, norm = self._update()
         sums[:2] /= counts[:2]
         sums[2] /= self.world.size * self.accumulation  # the objective has divided it by its count
-        return StepResult(
-            applied=applied, norm=norm, sums=torch.cat([sums, self._send(local)]), stop=asked.read()[0] > 0
-        )
+        stops, busy_ranks = asked.read()
+        sums = torch.cat([sums, self._send(local)])
+        return StepResult(applied=applied, norm=norm, sums=sums, stop=stops > 0, busy=busy_ranks > 0)
 
     def _send(self, values: Sequence[float] | np.ndarray) -> torch.Tensor:
         """Numbers as float64 on the device, without waiting for it."""
@@ -287,9 +294,20 @@ class TrainEngine:
         _, sums = self._engine(batch.to(self.device), torch.ones(3, device=self.device))
         return torch.cat([sums, torch.tensor(_counts(batch), dtype=torch.float64, device=self.device)])
 
-    def save(self, folder: Path, tag: str) -> None:
-        """Write DeepSpeed's own files below `folder/tag`; every rank calls this."""
+    def save(self, folder: Path, tag: str, copies: HostCopies | None = None) -> Callable[[], None]:
+        """Write DeepSpeed's own files below `folder/tag`, which exists; every rank calls this.
+
+        Args:
+            folder, tag: where.
+            copies: copy what would be written, and write nothing yet.
+
+        Returns:
+            What is left to do: a function without collectives that writes the rest and raises what went wrong. No rank
+            stays behind in one of DeepSpeed's collectives because another one's disk is full.
+        """
+        self._files.copies = copies
         self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+        return self._files.take()
 
     def load(self, folder: Path, tag: str, *, universal: bool = False) -> None:
         """Load what `save` wrote with the same number of ranks and the same ZeRO stage; every rank calls this.
@@ -321,27 +339,32 @@ class TrainEngine:
             if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"].clone()
 
-    def full_weights(self) -> dict[str, torch.Tensor]:
+    def full_weights(self, copies: HostCopies | None = None) -> dict[str, torch.Tensor]:
         """Every parameter and persistent buffer in fp32 on the CPU, named as in the model; every rank calls this.
 
         A collective: tensors that ZeRO has cut are put together from all ranks. A tied tensor appears once. Only rank
         0's result is filled; on the others it is empty.
+
+        Args:
+            copies: lay them there, beside what `save` has copied. On CUDA they come to be only with `HostCopies.arrive`.
         """
         weights: dict[str, torch.Tensor] = {}
-        for name, tensor in self._full_tensors():
+        module, masters = self._engine.module, _unpartitioned_masters(self._engine.optimizer)
+        # In fp32 ZeRO 1 and 2 leave every rank the masters themselves, gathered after the update.
+        assembled = self.stage == 3 or (self.stage > 0 and self.precision != "fp32")
+        persistent = module.state_dict().keys()
+        buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
+        for name, own in [*module.named_parameters(), *buffers]:
+            full = masters.get(own)
+            if full is None and assembled and isinstance(own, nn.Parameter):
+                full = safe_get_full_fp32_param(own)
+            tensor = own if full is None else full.view(_shape(own))
             if self.world.rank == 0:
-                weights[name.removeprefix("model.")] = tensor.detach().float().cpu().clone()
+                whole = tensor.detach().float()
+                lasting = full is None and whole.dtype == own.dtype
+                host = copies.of(whole, lasting=lasting) if copies else whole.cpu().clone()
+                weights[name.removeprefix("model.")] = host
         return weights
-
-    def _full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        masters = _unpartitioned_masters(self._engine.optimizer)
-        for name, parameter in self._engine.module.named_parameters():
-            full = masters.get(parameter)
-            if full is None and self.stage > 0:
-                full = safe_get_full_fp32_param(parameter)
-            yield name, parameter if full is None else full.view(_shape(parameter))
-        persistent = self._engine.module.state_dict().keys()
-        yield from ((name, buffer) for name, buffer in self._engine.module.named_buffers() if name in persistent)
 
 
 def _shape(parameter: nn.Parameter) -> torch.Size:

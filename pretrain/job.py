@@ -21,6 +21,7 @@ from pretrain.progress import ProgressDisplay
 from pretrain.run_data import RunData
 from pretrain.run_folder import RunFolder, open_run
 from pretrain.run_tracking import start_tracking
+from pretrain.saving import Saver
 from pretrain.snapshot import Progress, find, resume
 from pretrain.starting_weights import starting_model, teaching_objective
 from pretrain.stops import StopRequest
@@ -42,6 +43,7 @@ class Job:
     stop: StopRequest
     display: ProgressDisplay
     watchdog: Watchdog
+    saver: Saver
     metrics: MetricsFile | None = None
     forwarder: MlflowForwarder | None = None
 
@@ -110,6 +112,7 @@ def prepare(config: TrainConfig, world: World, data: RunData, stop: StopRequest,
         stop=stop,
         display=display,
         watchdog=Watchdog(config.faults.hang_seconds, rank=world.rank),
+        saver=Saver(asynchronous=config.checkpoint.asynchronous),
     )
     if first:
         display.say(_headline(job, parameters))

@@ -1,8 +1,9 @@
 """`deepspeed pretrain/run.py --config configs/demo.toml [--set optimizer.lr=1e-4] [--dry-run]`: pretrain an encoder.
 
 The same command again continues the run in `run.dir` from its newest complete checkpoint. Exit codes: 0 complete, 2 wrong
-usage or configuration, 70 numbers that are no longer finite, 71 a rank made no progress, 75 stopped by a signal or the time
-budget with a checkpoint saved, anything else a crash. Signals, and what DeepSpeed's launcher makes of them: pretrain/stops.py.
+usage or configuration, 70 numbers that are no longer finite, 71 a rank made no progress, 74 a checkpoint could not be
+written, 75 stopped by a signal or the time budget with a checkpoint saved, anything else a crash. Signals, and what
+DeepSpeed's launcher makes of them: pretrain/stops.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pretrain.config import TrainConfig, load_config
 from pretrain.deepspeed_config import deepspeed_config
 from pretrain.phases import phases_of
 from pretrain.run_tracking import send_rest
-from pretrain.stops import EXIT_DONE, EXIT_FAULT, EXIT_USAGE, StopRequest, TrainingFault
+from pretrain.stops import EXIT_DONE, EXIT_FAULT, EXIT_NOT_SAVED, EXIT_USAGE, StopRequest, TrainingFault
 
 _EXPECTED = (ConfigError, WorldError, checkpoint.CheckpointError, TrainingFault)
 """Errors with one message for the user; raised before the process group exists, or on all ranks together."""
@@ -52,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
             return EXIT_DONE
         return _run(config, world, dry_run=options.dry_run)
     except _EXPECTED as error:
-        return _report(error, EXIT_FAULT if isinstance(error, TrainingFault) else EXIT_USAGE)
+        return _report(error)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -112,11 +113,13 @@ def _crash() -> NoReturn:
     os._exit(1)
 
 
-def _report(error: Exception, code: int) -> int:
-    """One rank says it; with several, all have the same to say."""
+def _report(error: Exception) -> int:
+    """One rank says it; with several, all have the same to say. Returns the exit code."""
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {error}", file=sys.stderr, flush=True)
-    return code
+    if isinstance(error, checkpoint.SaveError):
+        return EXIT_NOT_SAVED
+    return EXIT_FAULT if isinstance(error, TrainingFault) else EXIT_USAGE
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Saving and resuming with all ranks: what checkpoint.py does to files, in step with DeepSpeed."""
+"""How far a run is, as a checkpoint holds it, and resuming from one with all ranks. Writing one: pretrain/saving.py."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from data_pipeline.config import ConfigError
 from pretrain import checkpoint, collectives, engine
-from pretrain.stops import TrainingFault
 
 if TYPE_CHECKING:
     from pretrain.job import Job
@@ -31,55 +28,6 @@ class Progress:
     loader: dict[str, int] | None = None
     validated: tuple[int, float] | None = None
     """The last validated step and its held-out MLM loss."""
-
-
-def save(job: Job) -> Path:
-    """Write a checkpoint of the current step; every rank calls this. Returns its folder.
-
-    Raises:
-        TrainingFault: a weight is not finite; nothing appears under a checkpoint's name.
-    """
-    step, root = job.progress.step, job.folder.checkpoints
-    incomplete = checkpoint.incomplete_folder(root, step)
-
-    def begin() -> None:
-        root.mkdir(parents=True, exist_ok=True)
-        checkpoint.clear_incomplete(root)
-        incomplete.mkdir()
-
-    collectives.on_rank_zero(begin)
-    job.engine.save(incomplete, checkpoint.ENGINE_TAG)
-    weights = job.engine.full_weights()
-
-    def add_own_files() -> None:
-        broken = [name for name, tensor in weights.items() if not torch.isfinite(tensor).all()]
-        if broken:
-            shutil.rmtree(incomplete)
-            raise TrainingFault(f"step {step}: weights that are not finite ({', '.join(broken[:3])}): not saved")
-        checkpoint.write_weights(incomplete, weights)
-        checkpoint.write_state(incomplete, _state(job))
-
-    collectives.on_rank_zero(add_own_files)
-    records: dict[str, dict[str, Any]] = {}
-    for part in collectives.gather_objects(
-        checkpoint.file_records(incomplete, part=job.world.rank, parts=job.world.size)
-    ):
-        records |= part
-
-    def finish() -> Path:
-        written = checkpoint.publish(root, step, records)
-        keep = job.config.checkpoint
-        checkpoint.retain(
-            root,
-            keep=keep.keep,
-            written=written,
-            run_id=job.folder.run_id,
-            pinned=keep.pinned,
-            keep_best=keep.keep_best,
-        )
-        return written
-
-    return collectives.on_rank_zero(finish)
 
 
 @dataclass(frozen=True)
@@ -163,7 +111,8 @@ def _universal(folder: Path) -> Iterator[Path]:
     collectives.on_rank_zero(lambda: shutil.rmtree(converted))
 
 
-def _state(job: Job) -> checkpoint.TrainerState:
+def state_of(job: Job) -> checkpoint.TrainerState:
+    """What a checkpoint of the current step holds beside the tensors."""
     progress, record = job.progress, job.folder.record
     return checkpoint.TrainerState(
         step=progress.step,

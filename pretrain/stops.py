@@ -22,6 +22,8 @@ EXIT_FAULT = 70
 """Training ended itself: too many steps with non-finite gradients, or weights that are not finite (EX_SOFTWARE)."""
 EXIT_HANG = 71
 """The watchdog ended a rank that made no progress (EX_OSERR)."""
+EXIT_NOT_SAVED = 74
+"""A checkpoint could not be written, for example on a full disk; the earlier ones are whole (EX_IOERR)."""
 EXIT_STOPPED = 75
 """A checkpoint was saved after a request to stop; the same command goes on from it (EX_TEMPFAIL)."""
 SECOND_SIGNAL_SECONDS = 5.0

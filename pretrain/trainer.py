@@ -12,7 +12,6 @@ from pretrain.config import TrainConfig
 from pretrain.job import Job, prepare
 from pretrain.meter import Meter
 from pretrain.run_data import RunData
-from pretrain.snapshot import save
 from pretrain.spikes import LossSpike, SpikeWatch
 from pretrain.stops import EXIT_DONE, EXIT_STOPPED, StopRequest, TrainingFault
 from pretrain.telemetry import device_peak
@@ -34,6 +33,7 @@ def train(config: TrainConfig, world: World, data: RunData, stop: StopRequest) -
     Raises:
         ConfigError: the run folder or its checkpoints do not fit the configuration.
         TrainingFault: too many steps in a row with a non-finite gradient, or non-finite weights.
+        SaveError: a checkpoint could not be written.
     """
     device = engine.start_ranks(world, threads=config.run.threads)
     rollbacks, skip_to = 0, None
@@ -70,7 +70,11 @@ def _train_phase(job: Job) -> int | None:
     status = "FAILED"
     try:
         with job.display, job.watchdog:
-            code = _loop(job, Meter(job.engine, device_peak(job.engine.device, job.engine.precision)))
+            try:
+                code = _loop(job, Meter(job.engine, device_peak(job.engine.device, job.engine.precision)))
+            except (LossSpike, TrainingFault):  # on all ranks; a save that was begun before is of good weights
+                job.saver.finish(job)
+                raise
         if code is not None:
             job.stop.leave()
         status = {EXIT_DONE: "FINISHED", EXIT_STOPPED: "KILLED", None: "RUNNING"}[code]
@@ -98,7 +102,7 @@ def _loop(job: Job, meter: Meter) -> int | None:
             step, last = progress.step, progress.step == phase.end
             lr = phase.rate(step, skipped=progress.skipped, skipped_before=progress.skipped_before_phase)
             job.watchdog.beat(f"in step {step}")
-            result = job.engine.step(micro_batches, number=step, lr=lr, stop=job.stop.wanted)
+            result = job.engine.step(micro_batches, number=step, lr=lr, stop=job.stop.wanted, busy=job.saver.busy)
             _count_skips(job, result.applied)
             meter.add(result, waited=waited)
             job.display.step(step)
@@ -108,13 +112,17 @@ def _loop(job: Job, meter: Meter) -> int | None:
                 job.write(record)
                 spikes.look(step, record["mlm_loss"], progress.loader)
             begin = time.perf_counter()
+            if not result.busy:
+                job.saver.look(job)
             if not result.stop and config.validation.every and (step % config.validation.every == 0 or last):
                 found = validate_model(job.engine, _watched(job, job.data.held_out_batches(job.world)))
                 progress.validated = (step, found["mlm_loss"])
                 job.write({"kind": "validation", "step": step, "time": time.time(), **found})
             if step % config.checkpoint.every == 0 or last or result.stop or step in config.checkpoint.pinned:
                 job.watchdog.beat(f"saving step {step}")
-                save(job)
+                job.saver.save(job)
+            if last or result.stop:
+                job.saver.finish(job)
             meter.exclude(time.perf_counter() - begin)
             if result.stop and step < total:
                 stopped = f"stopped after step {step}/{total}{_reason_of_stop(job)}"

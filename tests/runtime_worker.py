@@ -24,6 +24,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad
 from runtime_common import STAGES, StopAt, make_config, records, weights_of, zero
 from runtime_elastic import agreement, elastic, halves, phased, spiked
+from runtime_saving import asynchronous, refusing_disk, signalled_save
 from torch import nn
 
 from cluster.world import World, current_world
@@ -341,6 +342,9 @@ SCENARIOS = {
         agreement,
         phased,
         spiked,
+        asynchronous,
+        refusing_disk,
+        signalled_save,
     )
 }
 

@@ -65,6 +65,7 @@ def results(data: Path, one_rank: dict[str, Any]) -> dict[str, Any]:
     out = data.parent / "two-ranks"
     out.mkdir()
     scenarios = "worked_example,equals_plain_torch,resumed,overflow,faults,elastic,agreement"
+    scenarios += ",asynchronous,refusing_disk,signalled_save"
     return run_ranks(scenarios, data, out, ranks=2)
 
 
@@ -196,3 +197,36 @@ def test_r41_a_rank_with_other_settings_is_named_before_training(results: dict[s
 def test_a_used_up_time_budget_of_one_rank_stops_all_with_a_checkpoint(results: dict[str, Any]) -> None:
     assert results["agreement"]["budget"] == EXIT_STOPPED
     assert results["agreement"]["budget_steps"] == [1]
+
+
+@pytest.mark.parametrize("kind", ["1-fp32", "3-fp32", "2-bf16"])
+def test_a_save_in_the_background_holds_what_a_save_that_waits_holds(results: dict[str, Any], kind: str) -> None:
+    """Every tensor of every file, bit for bit, though the weights have moved on before the files were written."""
+    found = results["asynchronous"][kind]
+    assert found["codes"] == [EXIT_DONE, EXIT_DONE]
+    assert found["there_at_step_4"] == ["step-000000002.incomplete"]  # training goes on, and nothing half is published
+    assert found["steps"] == [2, 4, 6] and found["left"] == []
+    assert found["same"] == [True] * 3
+    assert found["same_losses"] == [True] * 6
+
+
+def test_a_rank_that_cannot_write_its_part_ends_all_with_one_message(results: dict[str, Any]) -> None:
+    for name in ("waiting", "going_on"):
+        found = results["refusing_disk"][name]
+        assert "step 4 could not be saved: rank 1 on " in found["told"] and "GiB are free there" in found["told"]
+        assert found["same_everywhere"]
+        assert found["left"] == ["latest", "step-000000002"]
+    assert results["refusing_disk"]["code"] == EXIT_DONE
+    assert results["refusing_disk"]["steps"] == [2, 4, 6]
+
+
+@pytest.mark.parametrize("name", ["waiting", "going_on"])
+def test_r40_a_signal_in_the_middle_of_a_save_stops_after_it_and_damages_nothing(
+    results: dict[str, Any], name: str
+) -> None:
+    found = results["signalled_save"][name]
+    assert found["codes"] == [EXIT_STOPPED, EXIT_DONE]
+    assert found["stopped"][0] == 2 and found["stopped"][-1] == found["trained"] < 6
+    if name == "waiting":
+        assert found["stopped"] == [2, 3]
+    assert found["same_weights"] and found["same_losses"]
