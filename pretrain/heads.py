@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pretrain.dropout import dropout
-from pretrain.kernels import choose_kernels
-from pretrain.layers import activate
+from pretrain.kernels import GeluLinear, choose_kernels
 from pretrain.linear_cross_entropy import liger_cross_entropy, linear_cross_entropy
 from pretrain.model_config import EncoderConfig
 
@@ -43,13 +42,14 @@ class MaskedTokenHead(nn.Module):
         super().__init__()
         self.config = config
         width = config.embedding_width
-        self.transform = nn.Linear(config.hidden, width, bias=config.biases)
+        tanh = config.activation == "gelu_tanh"
+        self.transform = GeluLinear(config.hidden, width, bias=config.biases, tanh=tanh)
         self.norm = nn.LayerNorm(width, eps=config.norm_eps, bias=config.biases)
         self.bias = nn.Parameter(torch.zeros(config.padded_vocab_size))
 
     def hidden(self, x_PD: torch.Tensor) -> torch.Tensor:
         """What the table is multiplied with: (P, embedding width)."""
-        return self.norm(activate(self.transform(x_PD), self.config))
+        return self.norm(self.transform(x_PD, choose_kernels(self.config.kernels, x_PD.device.type)))
 
     def logits(self, x_PD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """(P, vocab_size) logits; the padding rows of the table are left out."""

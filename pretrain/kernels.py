@@ -1,13 +1,14 @@
 """Which fused kernels run: the one place of the choice, `model.kernels`, and its words at the start of a run.
 
-| model.kernels | end of a sublayer (dropout, residual, norm) | masked-token head |
+| model.kernels | dropout + residual + norm; bias + GELU | masked-token head |
 |---|---|---|
 | plain | torch's own kernels; one pass for dropout + residual on the CPU | our slices (linear_cross_entropy.py) |
 | compile | `torch.compile` | our slices |
-| triton | our Triton kernel (triton_norm.py) | liger-kernel where installed, else our slices |
+| triton | our Triton kernels (triton_norm.py, triton_gelu.py) | liger-kernel where installed, else our slices |
 | auto | CPU: plain. CUDA: compile where triton is installed, else plain | CUDA: liger-kernel where installed |
 
-Attention chooses for itself (attention.py).
+Attention chooses for itself (attention.py). With pre-norm the norm between a layer's two sublayers is fused with the sum
+before it; the one at a layer's start runs alone, for the sum before it ends another layer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 _WORDS = {
     "torch": "torch's own kernels",
     "compile": "torch.compile",
-    "triton": "Triton kernel of this project",
+    "triton": "Triton kernels of this project",
     "chunked": "linear + cross entropy in slices",
     "liger": "fused linear + cross entropy of liger-kernel",
 }
@@ -43,7 +44,7 @@ class Kernels:
     """What runs where.
 
     Attributes:
-        layers: the end of each sublayer, with post-norm.
+        layers: what stands between a layer's products: dropout + residual + norm, bias + GELU.
         head: vocabulary product and cross entropy.
     """
 
@@ -78,16 +79,15 @@ def choose_kernels(wanted: str, device: str) -> Kernels:
 
 
 def describe_kernels(config: EncoderConfig, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Lines for the start of a run: attention, sublayers, head.
+    """Lines for the start of a run: attention, layers, head.
 
     Raises:
         ValueError: as `choose_kernels`.
     """
     chosen = choose_kernels(config.kernels, device.type)
-    layers = chosen.layers if config.norm == "post" else "torch"
     return [
         describe_attention(device, dtype, config.attention_dropout),
-        f"dropout + residual + norm: {_WORDS[layers]}; masked-token head: {_WORDS[chosen.head]}",
+        f"dropout + residual + norm, bias + GELU: {_WORDS[chosen.layers]}; masked-token head: {_WORDS[chosen.head]}",
     ]
 
 
@@ -106,11 +106,82 @@ class SublayerNorm(nn.LayerNorm):
 
             return dropout_add_norm(x_TD, residual_TD, self.weight, self.bias, self.eps, rate)
         if kernels.layers == "compile":
-            return _compiled()(x_TD, residual_TD, self.weight, self.bias, self.eps, rate)
+            return _compiled(_plain_norm)(x_TD, residual_TD, self.weight, self.bias, self.eps, rate)
         return super().forward(dropout_add(x_TD, residual_TD, rate, True))
 
 
-def _plain(
+class BetweenNorm(nn.LayerNorm):
+    """The sum `residual + dropout(x)` and its norm: the end of one sublayer and the start of the next with pre-norm.
+
+    A layer norm by type and names, as `SublayerNorm`.
+    """
+
+    def forward(  # type: ignore[override]
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, rate: float, kernels: Kernels
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum, which is the next residual, and the norm; `rate` as in `SublayerNorm`."""
+        if kernels.layers == "triton":
+            from pretrain.triton_norm import dropout_add_and_norm
+
+            return dropout_add_and_norm(x_TD, residual_TD, self.weight, self.bias, self.eps, rate)
+        if kernels.layers == "compile":
+            return _compiled(_plain_sum_and_norm)(x_TD, residual_TD, self.weight, self.bias, self.eps, rate)
+        total_TD = dropout_add(x_TD, residual_TD, rate, True)
+        return total_TD, super().forward(total_TD)
+
+
+class GeluLinear(nn.Linear):
+    """A linear layer and GELU after it, gated or not, by the kernel that was chosen; a linear layer by type and names.
+
+    Args:
+        inputs: width of x.
+        outputs: width of the result; with `gated` the layer has twice as many rows, GELU's half first.
+        bias: whether there is one.
+        tanh: the approximation instead of exact GELU.
+        gated: GeGLU (https://arxiv.org/abs/2002.05202).
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, tanh: bool, gated: bool = False) -> None:
+        super().__init__(inputs, outputs * (2 if gated else 1), bias=bias)
+        self.tanh, self.gated = tanh, gated
+
+    def forward(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:  # type: ignore[override]
+        """(T, inputs) to (T, outputs)."""
+        if kernels.layers == "torch":
+            return _gelu(super().forward(x), self.tanh, self.gated)
+        inner = F.linear(x, self.weight)
+        if kernels.layers == "triton":
+            from pretrain.triton_gelu import bias_gelu
+
+            return bias_gelu(inner, self.bias, self.tanh, self.gated)
+        return _compiled(_plain_bias_gelu)(inner, self.bias, self.tanh, self.gated)
+
+
+def _gelu(inner: torch.Tensor, tanh: bool, gated: bool) -> torch.Tensor:
+    approximate = "tanh" if tanh else "none"
+    if not gated:
+        return F.gelu(inner, approximate=approximate)
+    value, gate = inner.chunk(2, dim=-1)
+    return F.gelu(value, approximate=approximate) * gate
+
+
+def _plain_bias_gelu(inner: torch.Tensor, bias: torch.Tensor | None, tanh: bool, gated: bool) -> torch.Tensor:
+    return _gelu(inner if bias is None else inner + bias, tanh, gated)
+
+
+def _plain_sum_and_norm(
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    rate: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total_TD = residual_TD + (F.dropout(x_TD, rate, True) if rate else x_TD)
+    return total_TD, F.layer_norm(total_TD, weight.shape, weight, bias, eps)
+
+
+def _plain_norm(
     x_TD: torch.Tensor,
     residual_TD: torch.Tensor,
     weight: torch.Tensor,
@@ -118,11 +189,10 @@ def _plain(
     eps: float,
     rate: float,
 ) -> torch.Tensor:
-    total_TD = residual_TD + (F.dropout(x_TD, rate, True) if rate else x_TD)
-    return F.layer_norm(total_TD, weight.shape, weight, bias, eps)
+    return _plain_sum_and_norm(x_TD, residual_TD, weight, bias, eps, rate)[1]
 
 
 @cache
-def _compiled() -> Callable[..., torch.Tensor]:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """One compiled function for all layers and any number of tokens."""
-    return torch.compile(_plain, dynamic=True)
+    return torch.compile(function, dynamic=True)

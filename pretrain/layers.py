@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from pretrain.attention import AttentionPlan, attention
 from pretrain.dropout import dropout, dropout_add
-from pretrain.kernels import SublayerNorm, choose_kernels
+from pretrain.kernels import BetweenNorm, GeluLinear, SublayerNorm, choose_kernels
 from pretrain.model_config import EncoderConfig
 from pretrain.rotary import rotate
 
 Angles = tuple[torch.Tensor, torch.Tensor] | None
-
-
-def activate(x: torch.Tensor, config: EncoderConfig) -> torch.Tensor:
-    """GELU in the variant that the configuration names."""
-    return F.gelu(x, approximate="tanh" if config.activation == "gelu_tanh" else "none")
 
 
 class Embeddings(nn.Module):
@@ -60,25 +54,30 @@ class EncoderLayer(nn.Module):
         width, inner = config.hidden, config.intermediate
         self.qkv = nn.Linear(width, 3 * width, bias=config.biases)
         self.attention_output = nn.Linear(width, width, bias=config.biases)
-        plain = config.norm == "pre" and first
-        norm = nn.LayerNorm if config.norm == "pre" else SublayerNorm
-        self.attention_norm = None if plain else norm(width, eps=config.norm_eps, bias=config.biases)
-        self.up = nn.Linear(width, inner * (2 if config.gated else 1), bias=config.biases)
+        self.attention_norm: nn.LayerNorm | None = None
+        self.feed_forward_norm: nn.LayerNorm
+        eps, bias = config.norm_eps, config.biases
+        if config.norm == "post":
+            self.attention_norm = SublayerNorm(width, eps=eps, bias=bias)
+        elif not first:
+            self.attention_norm = nn.LayerNorm(width, eps=eps, bias=bias)
+        tanh = config.activation == "gelu_tanh"
+        self.up = GeluLinear(width, inner, bias=config.biases, tanh=tanh, gated=config.gated)
         self.down = nn.Linear(inner, width, bias=config.biases)
-        self.feed_forward_norm = norm(width, eps=config.norm_eps, bias=config.biases)
+        self.feed_forward_norm = (SublayerNorm if config.norm == "post" else BetweenNorm)(width, eps=eps, bias=bias)
 
     def forward(self, x_TD: torch.Tensor, plan: AttentionPlan, angles: Angles, window: int) -> torch.Tensor:
         """x_TD to x_TD. `angles` turn queries and keys; `window` limits what a token sees (0: nothing)."""
-        config, training, rate = self.config, self.training, self.config.hidden_dropout
-        if config.norm == "pre":
-            normed = x_TD if self.attention_norm is None else self.attention_norm(x_TD)
-            x_TD = dropout_add(self._attend(normed, plan, angles, window), x_TD, rate, training)
-            return dropout_add(self._feed_forward(self.feed_forward_norm(x_TD)), x_TD, rate, training)
-        assert self.attention_norm is not None
+        config = self.config
         kernels = choose_kernels(config.kernels, x_TD.device.type)
-        rate = rate if training else 0.0
+        rate = config.hidden_dropout if self.training else 0.0
+        if config.norm == "pre":
+            normed_TD = x_TD if self.attention_norm is None else self.attention_norm(x_TD)
+            x_TD, normed_TD = self.feed_forward_norm(self._attend(normed_TD, plan, angles, window), x_TD, rate, kernels)
+            return dropout_add(self.down(self.up(normed_TD, kernels)), x_TD, rate, self.training)
+        assert self.attention_norm is not None
         x_TD = self.attention_norm(self._attend(x_TD, plan, angles, window), x_TD, rate, kernels)
-        return self.feed_forward_norm(self._feed_forward(x_TD), x_TD, rate, kernels)
+        return self.feed_forward_norm(self.down(self.up(x_TD, kernels)), x_TD, rate, kernels)
 
     def _attend(self, x_TD: torch.Tensor, plan: AttentionPlan, angles: Angles, window: int) -> torch.Tensor:
         config = self.config
@@ -87,10 +86,3 @@ class EncoderLayer(nn.Module):
             qkv = rotate(qkv, angles, config.heads)
         rate = config.attention_dropout if self.training else 0.0
         return self.attention_output(attention(qkv, plan, config.heads, rate, config.causal, window))
-
-    def _feed_forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        inner = self.up(x_TD)
-        if self.config.gated:
-            value, gate = inner.chunk(2, dim=-1)
-            return self.down(activate(value, self.config) * gate)
-        return self.down(activate(inner, self.config))

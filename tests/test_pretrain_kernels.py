@@ -19,11 +19,24 @@ import torch.nn.functional as F
 
 from data_pipeline.records import Batch
 from pretrain.encoder import BertForPreTraining
-from pretrain.kernels import Kernels, SublayerNorm, _compiled, _plain, choose_kernels, describe_kernels
+from pretrain.kernels import (
+    BetweenNorm,
+    GeluLinear,
+    Kernels,
+    SublayerNorm,
+    _compiled,
+    _plain_bias_gelu,
+    _plain_norm,
+    _plain_sum_and_norm,
+    choose_kernels,
+    describe_kernels,
+)
 from pretrain.model_config import load_encoder_config
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {"vocab_size": 101, "layers": 2, "hidden": 48, "heads": 2, "intermediate": 64, "max_positions": 32}
+MODERN = {"norm": "pre", "gated": True, "biases": False, "positions": "rotary", "activation": "gelu_tanh"}
+GELUS = [(tanh, gated, bias) for tanh in (False, True) for gated in (False, True) for bias in (True, False)]
 
 
 def largest_difference(found, wanted) -> float:
@@ -41,16 +54,47 @@ def norm_of(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias:
     return F.layer_norm(residual + x, weight.shape, weight, bias, 1e-5)
 
 
-def compare_norm(device: str, dtype: torch.dtype, kernel) -> dict[str, float]:
-    """Largest differences of value and gradients, with and without a bias vector."""
+def compare_norm(device: str, dtype: torch.dtype, kernel, both: bool = False) -> dict[str, float]:
+    """Largest differences of values and gradients, with and without a bias vector.
+
+    `both`: the kernel gives the sum and its norm, and a gradient comes in from each.
+    """
     worst = {"value": 0.0, "gradient": 0.0}
     for bias in (True, False):
         tensors = rows(bias, device, dtype)
         mine = kernel(*tensors[:3], tensors[3] if bias else None, 1e-5, 0.0)
-        plain = norm_of(*tensors)
-        upstream = torch.linspace(-1, 1, mine.numel(), device=device).view_as(mine).to(dtype)
+        mine = mine if both else (mine,)
+        plain = (*([tensors[0] + tensors[1]] if both else []), norm_of(*tensors))
+        worst["value"] = max(worst["value"], largest_difference(mine, plain))
+        gradients = (torch.autograd.grad(out, tensors, upstream_of(out)) for out in (mine, plain))
+        worst["gradient"] = max(worst["gradient"], largest_difference(*gradients))
+    return worst
+
+
+def upstream_of(outputs) -> list[torch.Tensor]:
+    """A gradient for each output, not the same for any two."""
+    return [
+        torch.linspace(-1, 1 + number, out.numel(), device=out.device).view_as(out).to(out.dtype)
+        for number, out in enumerate(outputs)
+    ]
+
+
+def compare_gelu(device: str, dtype: torch.dtype, kernel) -> dict[str, float]:
+    """Bias and GELU, exact and tanh, gated or not, with and without bias; far out to both sides too."""
+    worst = {"value": 0.0, "gradient": 0.0}
+    generator = torch.Generator().manual_seed(2)
+    for tanh, gated, bias in GELUS:
+        width = 2100 if gated else 1050  # more than one block of columns
+        x = torch.randn(5, width, generator=generator) * 3
+        x[0, :4] = torch.tensor([-40.0, -6.0, 6.0, 40.0])
+        tensors = [x, torch.randn(width, generator=generator)][: 2 if bias else 1]
+        tensors = [tensor.to(device, dtype).requires_grad_() for tensor in tensors]
+        mine = kernel(tensors[0], tensors[1] if bias else None, tanh, gated)
+        total = tensors[0] + tensors[1] if bias else tensors[0]
+        value, gate = (total.split(1050, dim=1)) if gated else (total, 1.0)
+        plain = F.gelu(value, approximate="tanh" if tanh else "none") * gate
         worst["value"] = max(worst["value"], largest_difference([mine], [plain]))
-        gradients = (torch.autograd.grad(out, tensors, upstream) for out in (mine, plain))
+        gradients = (torch.autograd.grad(out, tensors, upstream_of([out])) for out in (mine, plain))
         worst["gradient"] = max(worst["gradient"], largest_difference(*gradients))
     return worst
 
@@ -79,13 +123,13 @@ def check_dropout(device: str, kernel) -> dict[str, float]:
     }
 
 
-def compare_models(kernels: str) -> dict[str, float]:
+def compare_models(kernels: str, table: dict) -> dict[str, float]:
     """Loss and gradients of a whole model with `kernels` against the plain one, without dropout."""
     results = []
     for name in ("plain", kernels):
         torch.manual_seed(0)
-        table = {**SMALL, "kernels": name, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-        model = BertForPreTraining(load_encoder_config(table)).train()
+        settings = {**SMALL, **table, "kernels": name, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+        model = BertForPreTraining(load_encoder_config(settings)).train()
         out = model(example_batch())
         (out.mlm_loss_sum + out.nsp_loss_sum).backward()
         tensors = [tensor.grad for tensor in model.parameters()]
@@ -138,7 +182,7 @@ def test_the_start_of_a_run_names_the_choices():
     assert lines[0].startswith("attention: padded") and lines[0].endswith("dropout 0.1")
     assert (
         lines[1]
-        == "dropout + residual + norm: torch's own kernels; masked-token head: linear + cross entropy in slices"
+        == "dropout + residual + norm, bias + GELU: torch's own kernels; masked-token head: linear + cross entropy in slices"
     )
 
 
@@ -155,13 +199,41 @@ def test_plain_sublayer_norm_is_the_formula_and_counts_as_a_norm():
     assert not torch.equal(norm(x, residual, 0.5, chosen), norm_of(x, residual, weight, bias))
 
 
+def test_the_norm_between_sublayers_gives_the_sum_and_its_norm():
+    norm = BetweenNorm(48, eps=1e-5)
+    x, residual, weight, bias = rows(True)
+    with torch.no_grad():
+        norm.weight.copy_(weight)
+        norm.bias.copy_(bias)
+    chosen = choose_kernels("plain", "cpu")
+    total, normed = norm(x, residual, 0.0, chosen)
+    assert torch.equal(total, x + residual) and torch.equal(normed, norm_of(x, residual, weight, bias))
+    total, normed = norm(x, residual, 0.5, chosen)
+    assert not torch.equal(total, x + residual)
+    assert torch.equal(normed, norm_of(torch.zeros_like(total), total, weight, bias))
+
+
+@pytest.mark.parametrize(("tanh", "gated", "bias"), GELUS)
+def test_plain_gelu_layer_is_the_formula_and_counts_as_a_linear_layer(tanh, gated, bias):
+    layer = GeluLinear(48, 16, bias=bias, tanh=tanh, gated=gated)
+    x = rows(False)[0]
+    inner = F.linear(x, layer.weight, layer.bias)
+    assert inner.shape[1] == (32 if gated else 16) and isinstance(layer, torch.nn.Linear)
+    expected = F.gelu(inner[:, :16], approximate="tanh" if tanh else "none") * (inner[:, 16:] if gated else 1.0)
+    found = layer(x, choose_kernels("plain", "cpu"))
+    assert torch.equal(found, expected)
+    # The same formula is what `compile` compiles.
+    torch.testing.assert_close(_plain_bias_gelu(F.linear(x, layer.weight), layer.bias, tanh, gated), expected)
+
+
 def test_what_is_compiled_is_the_formula():
     tensors = rows(True)
-    assert torch.equal(_plain(*tensors, 1e-5, 0.0), norm_of(*tensors))
+    assert torch.equal(_plain_norm(*tensors, 1e-5, 0.0), norm_of(*tensors))
     torch.manual_seed(1)
-    dropped = _plain(*tensors, 1e-5, 0.5)
+    total, dropped = _plain_sum_and_norm(*tensors, 1e-5, 0.5)
     torch.manual_seed(1)
     assert torch.equal(dropped, norm_of(F.dropout(tensors[0], 0.5), *tensors[1:]))
+    assert torch.equal(dropped, norm_of(torch.zeros_like(total), total, *tensors[2:]))
 
 
 @pytest.fixture(scope="module")
@@ -176,18 +248,21 @@ def interpreted() -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.slow
-def test_triton_norm_equals_plain_in_the_interpreter(interpreted):
-    assert interpreted["norm"]["value"] < 2e-6 and interpreted["norm"]["gradient"] < 5e-6
-    assert interpreted["model"]["loss"] < 1e-4 and interpreted["model"]["correct"]
-    assert interpreted["model"]["gradient"] < 1e-5
+def test_triton_kernels_equal_plain_in_the_interpreter(interpreted):
+    for norm in ("norm", "sum_and_norm"):
+        assert interpreted[norm]["value"] < 2e-6 and interpreted[norm]["gradient"] < 5e-6
+    assert interpreted["gelu"]["value"] < 2e-5 and interpreted["gelu"]["gradient"] < 2e-5  # values to 200
+    for model in ("model", "modern_model"):
+        assert interpreted[model]["loss"] < 1e-4 and interpreted[model]["correct"]
+        assert interpreted[model]["gradient"] < 1e-5
 
 
 @pytest.mark.slow
 def test_triton_dropout_drops_the_share_and_the_backward_pass_draws_the_same_mask(interpreted):
-    found = interpreted["dropout"]
-    assert found["dropped"] == pytest.approx(0.25, abs=0.03)  # of 3,072: four standard deviations
-    assert found["value"] < 5e-6 and found["gradient"] < 5e-5  # weight and bias sum 64 rows
-    assert found["same_seed"] and not found["two_draws"]
+    for found in (interpreted["dropout"], interpreted["pre_norm_dropout"]):
+        assert found["dropped"] == pytest.approx(0.25, abs=0.03)  # of 3,072: four standard deviations
+        assert found["value"] < 5e-6 and found["gradient"] < 5e-5  # weight and bias sum 64 rows
+        assert found["same_seed"] and not found["two_draws"]
 
 
 @pytest.mark.slow
@@ -198,22 +273,56 @@ def test_liger_head_equals_the_chunked_one_in_the_interpreter(interpreted):
     assert interpreted["liger"]["gradient"] < 1e-4
 
 
+@pytest.mark.slow
+def test_triton_kernels_compile_for_a_gpu_that_is_not_here(tmp_path, monkeypatch):
+    """The interpreter runs Python: that the kernels compile is seen here, down to the assembly of compute capability 9.0."""
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed: pip install 'clozeworks[cuda]'")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from pretrain import triton_gelu, triton_norm
+
+    half = dict.fromkeys(["x", "residual", "weight", "bias", "y", "total", "dy", "dtotal", "dx", "dresidual"], "*bf16")
+    single = dict.fromkeys(["mean", "rstd", "dweight", "dbias"], "*fp32") | {"eps": "fp32", "rate": "fp32"}
+    types = half | single | dict.fromkeys(["seed", "rows", "width"], "i32")
+    gelus = [{"TANH": t, "GATED": g, "HAS_BIAS": b, "BLOCK": 1024} for t, g, b in ((0, 0, 1), (1, 1, 0))]
+    cases = [(getattr(triton_gelu, name), options) for name in ("_forward", "_backward") for options in gelus]
+    cases += [
+        (triton_norm._forward, {"HAS_BIAS": True, "BLOCK": 1024}),
+        (triton_norm._backward, {"BOTH": True, "BLOCK": 1024}),
+    ]
+    for kernel, options in cases:
+        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=options)
+        assert "sm_90" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_compiled_norm_equals_plain_on_a_gpu():
-    found = compare_norm("cuda", torch.float32, _compiled())
-    assert found["value"] < 1e-4 and found["gradient"] < 1e-4
+def test_compiled_kernels_equal_plain_on_a_gpu():
+    for both, function in ((False, _plain_norm), (True, _plain_sum_and_norm)):
+        found = compare_norm("cuda", torch.float32, _compiled(function), both)
+        assert found["value"] < 1e-4 and found["gradient"] < 1e-4
+    found = compare_gelu("cuda", torch.float32, _compiled(_plain_bias_gelu))
+    assert found["value"] < 1e-3 and found["gradient"] < 1e-3
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_triton_norm_equals_plain_on_a_gpu(dtype):
-    from pretrain.triton_norm import dropout_add_norm
+def test_triton_kernels_equal_plain_on_a_gpu(dtype):
+    from pretrain.triton_gelu import bias_gelu
+    from pretrain.triton_norm import dropout_add_and_norm, dropout_add_norm
 
-    found = compare_norm("cuda", dtype, dropout_add_norm)
     limit = 1e-4 if dtype == torch.float32 else 0.2
-    assert found["value"] < limit and found["gradient"] < limit
+    for both, kernel in ((False, dropout_add_norm), (True, dropout_add_and_norm)):
+        found = compare_norm("cuda", dtype, kernel, both)
+        assert found["value"] < limit and found["gradient"] < limit
+    found = compare_gelu("cuda", dtype, bias_gelu)
+    assert found["value"] < 10 * limit and found["gradient"] < 10 * limit  # values to 200
     assert check_dropout("cuda", dropout_add_norm)["gradient"] < 1e-4
 
 
@@ -231,20 +340,25 @@ def compare_heads() -> dict[str, float]:
     theirs, their_hits = liger_cross_entropy(*tensors, labels, 101)
     found = torch.autograd.grad(theirs * 0.5, tensors)
     return {
-        "loss": abs(float(ours - theirs)),
+        "loss": abs(float(ours.detach() - theirs.detach())),
         "correct": float(int(our_hits) == int(their_hits) >= 4),
         "gradient": largest_difference(found, wanted),
     }
 
 
 if __name__ == "__main__":
-    from pretrain.triton_norm import dropout_add_norm
+    from pretrain.triton_gelu import bias_gelu
+    from pretrain.triton_norm import dropout_add_and_norm, dropout_add_norm
 
     torch.manual_seed(0)
     report = {
         "norm": compare_norm("cpu", torch.float32, dropout_add_norm),
+        "sum_and_norm": compare_norm("cpu", torch.float32, dropout_add_and_norm, both=True),
+        "gelu": compare_gelu("cpu", torch.float32, bias_gelu),
         "dropout": check_dropout("cpu", dropout_add_norm),
-        "model": compare_models("triton"),
+        "pre_norm_dropout": check_dropout("cpu", lambda *arguments: dropout_add_and_norm(*arguments)[1]),
+        "model": compare_models("triton", {}),
+        "modern_model": compare_models("triton", MODERN),
     }
     if find_spec("liger_kernel") is not None:
         report["liger"] = compare_heads()
