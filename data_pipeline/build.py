@@ -35,7 +35,7 @@ from data_pipeline.build_state import (
 from data_pipeline.clean_stage import DROPPED_NAME, INDEX_NAME, REPORT_NAME, CleanStep, DroppedDocuments, merge_notes
 from data_pipeline.config import ConfigError, PipelineConfig, add_config_arguments, load_pipeline_config
 from data_pipeline.corpus_files import find_files
-from data_pipeline.decontamination import build_index
+from data_pipeline.decontamination import MIN_WORDS, build_index
 from data_pipeline.execution import local_workers, run_tasks
 from data_pipeline.masking import default_limit
 from data_pipeline.pairs import SingleDocumentError
@@ -136,12 +136,15 @@ class Build:
         tasks = choose_tasks(self.config.data.tasks, local_workers(self.config.data), self.inputs)
         settle_tasks(folder, {"tasks": tasks}, complete=False)
         remove_leftovers(folder)
-        if evaluation:
-            build_index(evaluation, cleaning.decontaminate_words, folder / INDEX_NAME)
+        texts = build_index(evaluation, cleaning.decontaminate_words, folder / INDEX_NAME) if evaluation else {}
+        if empty := [name for name, count in texts.items() if not count]:
+            self.progress.line(
+                f"warning: cleaning: nothing to look for in {', '.join(empty)}: no text of {MIN_WORDS} words"
+            )
         steps = [ReadStep(self.config.corpus, self.inputs), CleanStep(cleaning=cleaning, output_dir=folder)]
         with self.progress.stage("cleaning") as advance:
             run_tasks(steps, tasks=tasks, data=self.config.data, state_dir=folder / "state", on_progress=advance)
-        counts = merge_notes(folder, tasks, cleaning)
+        counts = merge_notes(folder, tasks, cleaning, texts)
         found = ", ".join(f"{count} {reason}" for reason, count in counts.items()) or "nothing"
         self.progress.line(f"cleaning: dropped {found}; samples in {folder / REPORT_NAME}")
         return folder / DROPPED_NAME

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datatrove.data import Document
@@ -25,6 +25,9 @@ from data_pipeline.build_state import worker_lock
 from data_pipeline.config import CleaningConfig
 from data_pipeline.duplicates import BANDS, clusters, same_text, signature
 from data_pipeline.ngrams import word_hashes, words_of
+
+if TYPE_CHECKING:
+    from data_pipeline.quality import Finding
 
 DROPPED_NAME, REPORT_NAME, INDEX_NAME = "dropped.npz", "report.json", "evaluation.npz"
 SAMPLES = 5
@@ -51,11 +54,14 @@ class _Notes:
     texts: list[int] = field(default_factory=list)
     bands: list[np.ndarray] = field(default_factory=list)
     dropped: dict[str, list[int]] = field(default_factory=dict)
+    kinds: Counter[str] = field(default_factory=Counter)
     samples: dict[str, list[tuple[int, dict[str, str]]]] = field(default_factory=dict)
 
-    def drop(self, document: Document, reason: str, detail: str) -> None:
-        key = document_key(document.id)
+    def drop(self, document: Document, found: Finding) -> None:
+        key, reason = document_key(document.id), found.reason
         self.dropped.setdefault(reason, []).append(key)
+        self.kinds[json.dumps([reason, found.kind])] += 1
+        detail = f"{found.kind}: {found.detail}" if found.detail else found.kind
         entry = {"id": document.id, "detail": detail, "text": document.text[:_SAMPLE_CHARACTERS]}
         held = self.samples.setdefault(reason, [])
         held.append((key, entry))
@@ -76,6 +82,7 @@ class _Notes:
         arrays |= {"keys": np.array(self.keys, np.uint64), "texts": np.array(self.texts, np.uint64)}
         arrays["ids"] = np.frombuffer(json.dumps(self.ids).encode(), np.uint8)
         samples = {reason: _least(held) for reason, held in self.samples.items()}
+        arrays["kinds"] = np.frombuffer(json.dumps(self.kinds).encode(), np.uint8)
         arrays["samples"] = np.frombuffer(json.dumps(samples).encode(), np.uint8)
         columns = np.array(self.bands, np.uint64).reshape(-1, BANDS)
         arrays |= {f"band_{band}": np.ascontiguousarray(columns[:, band]) for band in range(BANDS)}
@@ -114,9 +121,9 @@ class CleanStep(PipelineStep):
             for document in data:
                 words = words_of(document.text)
                 hashes = word_hashes(words)
-                found = filters.reason(document, words, hashes)
+                found = filters.finding(document, words, hashes)
                 if found is not None:
-                    notes.drop(document, *found)
+                    notes.drop(document, found)
                 elif compare:
                     notes.keep(document, hashes, cleaning.near_duplicates)
             notes.write(notes_path(self.output_dir, rank))
@@ -128,17 +135,25 @@ def notes_path(directory: Path, task: int) -> Path:
     return directory / f"task-{task:05d}.npz"
 
 
-def merge_notes(directory: Path, tasks: int, cleaning: CleaningConfig) -> dict[str, int]:
-    """Write `dropped.npz` and, last, `report.json` from the notes of all tasks; the documents dropped by reason."""
+def merge_notes(
+    directory: Path, tasks: int, cleaning: CleaningConfig, evaluation: dict[str, int] | None = None
+) -> dict[str, int]:
+    """Write `dropped.npz` and, last, `report.json` from the notes of all tasks; the documents dropped by reason.
+
+    Args:
+        evaluation: texts looked for, by evaluation file.
+    """
     files = [notes_path(directory, task) for task in range(tasks)]
     dropped: dict[str, np.ndarray] = {}
     samples: dict[str, list[tuple[int, dict[str, str]]]] = {}
+    kinds: Counter[str] = Counter()
     for path in files:
         with np.load(path) as notes:
             for name in notes.files:
                 if name.startswith("dropped_"):
                     reason = name.removeprefix("dropped_")
                     dropped[reason] = np.concatenate([dropped.get(reason, np.zeros(0, np.uint64)), notes[name]])
+            kinds.update(json.loads(notes["kinds"].tobytes()))
             for reason, held in json.loads(notes["samples"].tobytes()).items():
                 samples[reason] = _least([*samples.get(reason, []), *((key, entry) for key, entry in held)])
     keys = _column(files, "keys")
@@ -157,8 +172,14 @@ def merge_notes(directory: Path, tasks: int, cleaning: CleaningConfig) -> dict[s
         samples[reason] = _copies(files, keys, copies, owners)
     counts = {reason: len(found) for reason, found in sorted(dropped.items()) if len(found)}
     _write_dropped(directory / DROPPED_NAME, dropped)
+    by_kind: dict[str, dict[str, int]] = {}
+    for pair, count in sorted(kinds.items()):
+        reason, kind = json.loads(pair)
+        by_kind.setdefault(reason, {})[kind] = count
     report = {
         "dropped": counts,
+        "kinds": by_kind,
+        "evaluation_texts": evaluation or {},
         "samples": {reason: [entry for _, entry in samples[reason]] for reason in counts},
     }
     write_text(directory / REPORT_NAME, json.dumps(report, indent=1, ensure_ascii=False) + "\n")

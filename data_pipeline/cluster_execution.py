@@ -7,9 +7,11 @@ write to the build's folder, which all nodes must see under the same path.
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -128,17 +130,41 @@ def run_on_ray(
         BuildError: Ray is not installed, or tasks failed.
     """
     if importlib.util.find_spec("ray") is None:
-        raise BuildError("data.executor = 'ray' needs the ray package in this environment: pip install ray")
+        raise BuildError("data.executor = 'ray' needs the ray package in this environment: pip install 'ray>=2.10'")
+    import ray
     from datatrove.executor.ray import RayPipelineExecutor
 
+    logger.remove()  # what fails is in the logs of its task
+    if not ray.is_initialized():
+        ray.init(runtime_env={"env_vars": _worker_environment()}, log_to_driver=False, logging_level="ERROR")
     executor = RayPipelineExecutor(
         list(steps), tasks=tasks, workers=at_once or -1, logging_dir=str(state_dir.resolve())
     )
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(_POLL_SECONDS):
+            on_progress(tasks - len(executor.get_incomplete_ranks()), tasks)
+
     on_progress(tasks - len(executor.get_incomplete_ranks()), tasks)
-    executor.run()
-    if missing := executor.get_incomplete_ranks():
+    watcher = threading.Thread(target=watch, name="ray-progress", daemon=True)
+    watcher.start()
+    try:
+        executor.run()
+    finally:
+        ended.set()
+        watcher.join()
+    missing = executor.get_incomplete_ranks()
+    on_progress(tasks - len(missing), tasks)
+    if missing:
         raise BuildError(
-            f"{len(missing)} of {tasks} tasks did not complete on Ray, the first is {missing[0]}; see {state_dir / 'logs'}, "
-            "then start the build again: it goes on from here"
+            f"{len(missing)} of {tasks} tasks did not complete on Ray, the first is {missing[0]}; see "
+            f"{state_dir / 'logs'}, then start the build again: it goes on from here"
         )
-    on_progress(tasks, tasks)
+
+
+def _worker_environment() -> dict[str, str]:
+    """What a task needs to find this package and to keep to one core."""
+    package_root = str(Path(__file__).resolve().parent.parent)
+    known = os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": f"{package_root}{os.pathsep + known if known else ''}", "RAYON_NUM_THREADS": "1"}

@@ -104,13 +104,20 @@ def _section(folder: Path) -> str:
     return "".join(parts)
 
 
+def _kinds(counts: dict[str, int]) -> str:
+    """Languages, rules or evaluation files with their counts, the most frequent first."""
+    found = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))[:12]
+    return f"<p>{html.escape(', '.join(f'{name} {count:,}' for name, count in found))}</p>" if found else ""
+
+
 def _cleaning(path: Path) -> str:
     """What cleaning left out and why, with samples; nothing where the build cleaned nothing."""
     if not path.exists():
         return ""
     report = json.loads(path.read_bytes())
     rows = "".join(
-        f"<h3>{html.escape(reason.replace('_', ' '))}: {report['dropped'].get(reason, 0):,}</h3>{_table_of(samples)}"
+        f"<h3>{html.escape(reason.replace('_', ' '))}: {report['dropped'].get(reason, 0):,}</h3>"
+        f"{_kinds(report['kinds'].get(reason, {}))}{_table_of(samples)}"
         for reason, samples in report["samples"].items()
     )
     return f"<h2>Left out by cleaning</h2>{rows or '<p>Nothing.</p>'}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,34 +22,51 @@ from data_pipeline.ngrams import ngram_hashes, word_hashes, words_of
 
 MIN_WORDS = 8
 """Shorter texts (labels, names, short questions) occur by chance."""
+_TAG = re.compile(r"O|[BIESLU]-\S+")
+_DOCUMENT = "-DOCSTART-"
 
 
-def build_index(files: Sequence[InputFile], words: int, path: Path) -> int:
-    """Write the n-grams of all texts in `files`, by their length, as sorted hashes; the number of texts used.
+def build_index(files: Sequence[InputFile], words: int, path: Path) -> dict[str, int]:
+    """Write the n-grams of all texts in `files`, by their length, as sorted hashes with the first file that has each.
+
+    Returns:
+        texts of `MIN_WORDS` words or more in each file, by its name.
 
     Raises:
-        CorpusError: a file cannot be read, or holds no text of `MIN_WORDS` words.
+        CorpusError: a file cannot be read, or none holds such a text.
     """
-    found: dict[int, list[np.ndarray]] = {}
-    texts = 0
-    for file in files:
-        before = texts
+    hashes: dict[int, list[np.ndarray]] = {}
+    owners: dict[int, list[np.ndarray]] = {}
+    texts: dict[str, int] = {}
+    for number, file in enumerate(files):
+        texts[file.name] = 0
         for text in evaluation_texts(file):
-            found_words = words_of(text)
-            if len(found_words) >= MIN_WORDS:
-                n = min(words, len(found_words))
-                found.setdefault(n, []).append(ngram_hashes(word_hashes(found_words), n))
-                texts += 1
-        if texts == before:
-            raise CorpusError(f"{file.path}: no text of {MIN_WORDS} words or more to look for (cleaning.decontaminate)")
-    arrays = {str(n): np.unique(np.concatenate(parts)) for n, parts in sorted(found.items())}
+            found = words_of(text)
+            if len(found) >= MIN_WORDS:
+                n = min(words, len(found))
+                grams = ngram_hashes(word_hashes(found), n)
+                hashes.setdefault(n, []).append(grams)
+                owners.setdefault(n, []).append(np.full(len(grams), number, np.uint32))
+                texts[file.name] += 1
+    if not any(texts.values()):
+        raise CorpusError(
+            f"{', '.join(file.path for file in files[:3])}: no text of {MIN_WORDS} words or more to look for "
+            "(cleaning.decontaminate)"
+        )
+    arrays: dict[str, np.ndarray] = {"names": np.array([file.name for file in files], dtype=np.str_)}
+    for n in sorted(hashes):
+        known, first = np.unique(np.concatenate(hashes.pop(n)), return_index=True)
+        arrays |= {f"hashes_{n}": known, f"files_{n}": np.concatenate(owners.pop(n))[first]}
     with atomic_writer(path) as handle:
         np.savez(handle, **arrays)  # type: ignore[arg-type]
     return texts
 
 
 def evaluation_texts(file: InputFile) -> Iterator[str]:
-    """Every string of a JSON or JSON lines file, every field of a TSV or CSV file, every line of another text file.
+    """The texts of an evaluation file, labels and numbers among them; what is too short for a text is left to the caller.
+
+    Every string of a JSON or JSON lines file (SQuAD, SWAG, ARC), a list of single words joined; every field of a CSV (SWAG),
+    TSV (GLUE) or other text file; every sentence of a CoNLL column file, its first column joined (CoNLL-2003).
 
     Raises:
         CorpusError: the file cannot be read.
@@ -57,27 +75,61 @@ def evaluation_texts(file: InputFile) -> Iterator[str]:
         with open_bytes(file) as handle:
             content = handle.read().decode("utf-8-sig")
         suffix = Path(file.name).suffix
-        if suffix == ".json":
-            yield from _strings(json.loads(content))
-        elif suffix == ".jsonl":
-            for line in content.split("\n"):
-                yield from _strings(json.loads(line)) if line.strip() else ()
+        if suffix in (".json", ".jsonl"):
+            for value in _json_values(content):
+                yield from _strings(value)
         elif suffix == ".csv":
             for row in csv.reader(io.StringIO(content, newline="")):
                 yield from row
         else:
-            for line in content.split("\n"):
-                yield from line.split("\t")
+            lines = content.replace("\r\n", "\n").split("\n")
+            if _is_column_file(lines):
+                yield from _column_sentences(lines)
+            else:
+                for line in lines:
+                    yield from line.split("\t")
     except (ValueError, csv.Error) as error:
         raise CorpusError(f"{file.path}: cannot read it as an evaluation file: {error}") from error
+
+
+def _json_values(content: str) -> Iterator[Any]:
+    """The value of a JSON file, or the values of its lines, whatever it is called."""
+    try:
+        yield json.loads(content)
+    except json.JSONDecodeError:
+        lines = [line for line in content.split("\n") if line.strip()]
+        if len(lines) < 2:
+            raise
+        yield from map(json.loads, lines)
 
 
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
+        items = list(value.values()) if isinstance(value, dict) else value
+        if isinstance(value, list) and all(isinstance(item, str) and " " not in item for item in items):
+            yield " ".join(items)  # words of a sentence
+            return
+        for item in items:
             yield from _strings(item)
+
+
+def _is_column_file(lines: Sequence[str]) -> bool:
+    """Whether this is the format of CoNLL: a word a line, columns behind it, of which the last is a tag of IOB or its kin."""
+    rows = [line.split() for line in lines[:1000] if line.strip()]
+    return bool(rows) and all(len(row) > 1 and _TAG.fullmatch(row[-1]) for row in rows)
+
+
+def _column_sentences(lines: Sequence[str]) -> Iterator[str]:
+    words: list[str] = []
+    for line in [*lines, ""]:
+        if line.strip():
+            word = line.split()[0]
+            words += [] if word == _DOCUMENT else [word]
+        elif words:
+            yield " ".join(words)
+            words = []
 
 
 class ContaminationIndex:
@@ -85,19 +137,22 @@ class ContaminationIndex:
 
     def __init__(self, path: Path) -> None:
         with np.load(path) as arrays:
-            self._hashes = {int(n): arrays[n] for n in arrays.files}
+            self._names: list[str] = arrays["names"].tolist()
+            lengths = sorted(int(name.removeprefix("hashes_")) for name in arrays.files if name.startswith("hashes_"))
+            self._known = {n: (arrays[f"hashes_{n}"], arrays[f"files_{n}"]) for n in lengths}
 
-    def find(self, words: list[str], hashes: np.ndarray) -> str | None:
-        """The first shared words of a document, None where there are none.
+    def find(self, words: list[str], hashes: np.ndarray) -> tuple[str, str] | None:
+        """(evaluation file, first shared words) of a document, None where it shares none.
 
         Args:
             words: of the document, as `words_of` gives them.
             hashes: their `word_hashes`.
         """
-        for n, known in self._hashes.items():
+        for n, (known, files) in self._known.items():
             grams = ngram_hashes(hashes, n)
             at = np.minimum(np.searchsorted(known, grams), len(known) - 1)
             shared = np.flatnonzero(known[at] == grams)
             if len(shared):
-                return " ".join(words[shared[0] : shared[0] + n])
+                first = int(shared[0])
+                return self._names[files[at[first]]], " ".join(words[first : first + n])
         return None

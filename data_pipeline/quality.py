@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from datatrove.data import Document
@@ -36,6 +36,20 @@ class _Words(WordTokenizer):
 _WORDS = _Words()  # one object: datatrove keeps what it makes of each
 
 
+class Finding(NamedTuple):
+    """Why a document is dropped.
+
+    Attributes:
+        reason: "language", "quality", "repetition" or "contaminated".
+        kind: the language, the rule, or the evaluation file.
+        detail: for people, "" where the kind says it all.
+    """
+
+    reason: str
+    kind: str
+    detail: str = ""
+
+
 class DocumentFilters:
     """The filters that a configuration asks for.
 
@@ -61,8 +75,8 @@ class DocumentFilters:
             self._filters.append(("repetition", GopherRepetitionFilter(language=words)))
         self._index = ContaminationIndex(index) if index else None
 
-    def reason(self, document: Document, words: list[str], hashes: np.ndarray) -> tuple[str, str] | None:
-        """(reason to drop the document, detail), or None: keep it.
+    def finding(self, document: Document, words: list[str], hashes: np.ndarray) -> Finding | None:
+        """Why to drop the document, or None: keep it.
 
         Args:
             words, hashes: of the text, see `ngrams`.
@@ -70,13 +84,13 @@ class DocumentFilters:
         if self._languages:
             language = detect_fast(document.text[:_LANGUAGE_CHARACTERS])[0]
             if language not in self._languages:
-                return "language", language
+                return Finding("language", language)
         for name, filters in self._filters:
             if not words:
-                return name, "no_words"
+                return Finding(name, "no_words")
             answer = filters.filter(document)
             if answer is not True:
-                return name, answer[1].removeprefix("gopher_") if isinstance(answer, tuple) else ""
+                return Finding(name, answer[1].removeprefix("gopher_") if isinstance(answer, tuple) else "")
         if self._index is not None and (shared := self._index.find(words, hashes)):
-            return "contaminated", shared
+            return Finding("contaminated", *shared)
         return None

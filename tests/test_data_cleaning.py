@@ -17,7 +17,7 @@ from data_pipeline.build import main
 from data_pipeline.clean_stage import DroppedDocuments
 from data_pipeline.config import CleaningConfig
 from data_pipeline.corpus_files import CorpusError, find_files
-from data_pipeline.decontamination import ContaminationIndex, build_index
+from data_pipeline.decontamination import ContaminationIndex, build_index, evaluation_texts
 from data_pipeline.duplicates import clusters, same_text, signature
 from data_pipeline.ngrams import ngram_hashes, word_hashes, words_of
 from data_pipeline.quality import DocumentFilters
@@ -87,8 +87,8 @@ PROSE = (
 )
 def test_filters_name_the_reason(text, reason):
     filters = DocumentFilters(CleaningConfig(languages=("en",), quality=True, repetition=True), None)
-    found = filters.reason(Document(text=text, id="x"), words_of(text), hashes_of(text))
-    assert (found and found[0]) == reason
+    found = filters.finding(Document(text=text, id="x"), words_of(text), hashes_of(text))
+    assert (found and found.reason) == reason
 
 
 def test_contamination_is_found_by_thirteen_words(tmp_path, shared_data):
@@ -96,20 +96,52 @@ def test_contamination_is_found_by_thirteen_words(tmp_path, shared_data):
     article = content["data"][3]
     (tmp_path / "squad.json.gz").write_bytes(gzip.compress(json.dumps({"data": [article]}).encode()))
     files = find_files([str(shared_data / "glue/RTE/dev.tsv"), str(tmp_path / "squad.json.gz")])
-    assert build_index(files, 13, tmp_path / "index.npz") > 700
+    assert sum(build_index(files, 13, tmp_path / "index.npz").values()) > 700
     index = ContaminationIndex(tmp_path / "index.npz")
 
-    def find(text: str) -> str | None:
+    def find(text: str) -> tuple[str, str] | None:
         return index.find(words_of(text), hashes_of(text))
 
     words = article["paragraphs"][5]["context"].split()
-    assert find("Other words before. " + " ".join(words[20:40]).upper() + " and after") is not None
+    assert find("Other words before. " + " ".join(words[20:40]).upper() + " and after")[0].endswith("squad.json")  # type: ignore[index]
     assert find("Other words before. " + " ".join(words[20:31]) + " and after") is None
     assert find(PROSE) is None
     with pytest.raises(CorpusError, match=r"no text of 8 words or more"):
         path = tmp_path / "labels.txt"
         path.write_text("yes\nno\n")
         build_index(find_files([str(path)]), 13, tmp_path / "x.npz")
+
+
+FORMATS = {
+    "glue/STS-B/dev.tsv": "lone quotes",
+    "glue/CoLA/dev.tsv": "no header",
+    "samples/fixtures/hf-mrpc-dev.tsv": "byte order mark",
+    "samples/fixtures/hf-squad2-sample.json": "nested JSON",
+    "conll2003/eng.testb": "columns",
+    "sick/SICK_trial.txt": "txt",
+    "arc/arc_easy.jsonl": "JSON lines",
+    "samples/fixtures/allennlp-swag.csv": "quoted fields",
+    "samples/fixtures/hf-swag-sample.json": "JSON",
+    "samples/fixtures/hf-conll-sample.json": "JSON lines of words, called .json",
+}
+
+
+def test_evaluation_files_of_every_format_are_found_again(tmp_path, shared_data):
+    """A document around a real text of each file is found, and the file is named; prose that is in none is not."""
+    files = find_files([str(shared_data / name) for name in FORMATS])
+    counts = build_index(files, 13, tmp_path / "index.npz")
+    index = ContaminationIndex(tmp_path / "index.npz")
+    assert list(counts) == [file.name for file in files] and min(counts.values()) >= 10
+    for file in files:
+        texts = [text for text in evaluation_texts(file) if len(words_of(text)) >= 8]
+        for text in (texts[len(texts) // 2], texts[-1]):
+            document = words_of(f"{PROSE} {text} {PROSE}")
+            found = index.find(document, word_hashes(document))
+            assert found is not None and found[0] == file.name
+    assert index.find(words_of(PROSE), hashes_of(PROSE)) is None
+    sentence = "Japan began the defence of their Asian Cup title with a lucky 2-1 win against Syria in a Group C match"
+    found = index.find(words_of(sentence), hashes_of(sentence))  # that of a column file, written as prose
+    assert found is not None and found[0].endswith("eng.testb")
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +202,11 @@ def test_a_build_leaves_out_what_cleaning_drops(planted, tmp_path, capsys):
     assert dropped["repetition"] >= 1 and dropped["language"] >= 1
     (sample,) = report["samples"]["contaminated"]
     assert sample["text"].startswith("It is a truth") and "evaluation sentence number one jumps" in sample["detail"]
+    assert sample["detail"].startswith("evaluation.tsv: ") and report["kinds"]["contaminated"] == {"evaluation.tsv": 1}
+    assert (
+        report["evaluation_texts"] == {"evaluation.tsv": 1}
+        and sum(report["kinds"]["language"].values()) == dropped["language"]
+    )
     assert report["samples"]["exact_duplicate"][0]["detail"].startswith("repeats ")
     stats = json.loads((one / "train/stats.json").read_text())["corpus"]
     read = sum(len(path.read_bytes().splitlines()) for path in planted.iterdir())
