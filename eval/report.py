@@ -23,6 +23,7 @@ from eval.report_data import (
     finite_mean,
     flatten,
     read_run,
+    read_tables,
     series,
 )
 
@@ -62,17 +63,46 @@ def write_report(runs_folder: Path, output: Path) -> Path:
         ReportError: no run in the folder.
     """
     runs = [read_run(folder) for folder in find_runs(runs_folder)]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
-    )
-    page = environment.get_template("report.html.j2").render(
+    page = render_page(
         title=f"Clozeworks: {runs[0].name}" if len(runs) == 1 else f"Clozeworks: {len(runs)} runs",
         subtitle=_subtitle(runs[0]) if len(runs) == 1 else ", ".join(run.name for run in runs),
-        runs=[_view(run, f"run{number}") for number, run in enumerate(runs)],
+        runs=runs,
+        tables=read_tables(runs_folder),
     )
     path = output / "index.html"
     write_text(path, page)
     return path
+
+
+def render_page(
+    *,
+    title: str,
+    subtitle: str,
+    runs: Sequence[Run],
+    tables: Sequence[Mapping[str, Any]] = (),
+    figures: Sequence[Mapping[str, str]] = (),
+    alerts: Sequence[str] = (),
+) -> str:
+    """The page as HTML.
+
+    Args:
+        title, subtitle: its head.
+        runs: a part for each.
+        tables: above the runs: title, header, rows of text, notes.
+        figures: above the runs: title, svg.
+        alerts: what must be seen first.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    return environment.get_template("report.html.j2").render(
+        title=title,
+        subtitle=subtitle,
+        runs=[_view(run, f"run{number}") for number, run in enumerate(runs)],
+        tables=tables,
+        figures=figures,
+        alerts=alerts,
+    )
 
 
 def _subtitle(run: Run) -> str:

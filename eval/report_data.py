@@ -25,6 +25,7 @@ PARTS = {
     "task scores": "eval/results.json",
 }
 """The parts of a run, by the file that holds them."""
+TABLES = "ablations.json"
 
 
 def as_number(value: object) -> float | None:
@@ -96,6 +97,12 @@ def read_run(folder: Path) -> Run:
     for kind, rows in (("train", run.train), ("validation", run.validation)):
         run.notes += _non_finite_notes(kind, rows)
     return run
+
+
+def read_tables(folder: Path) -> list[dict[str, Any]]:
+    """Tables of `eval.ablations` in a folder of runs: title, header, rows, notes; none where they were not made."""
+    tables = _read_json(folder / TABLES, []).get("tables", [])
+    return [table for table in tables if isinstance(table, dict) and {"title", "header", "rows", "notes"} <= set(table)]
 
 
 def _read_json(path: Path, notes: list[str]) -> dict[str, Any]:
