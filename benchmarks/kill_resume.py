@@ -1,7 +1,9 @@
 """kill -9 at random moments, saves included: is the run afterwards bit-equal to one that nothing ever stopped?
 
-Two ranks, dropout on, fp32. One rank is killed, the other ends by itself or is killed too, and the same command goes on. Ranks are
-forked from a process that has imported everything, so that a start costs seconds less; nothing else differs from the command.
+Two ranks, dropout on, fp32. One rank is killed, the other ends by itself or is killed too, and the same command goes on. Every
+second kill waits for a save to begin. A second run is killed in the same way while it saves in the background
+(`checkpoint.asynchronous`). Ranks are forked from a process that has imported everything, so that a start costs seconds less;
+nothing else differs from the command.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import sys
@@ -20,6 +21,8 @@ from pathlib import Path
 import measure
 import numpy as np
 import torch
+import torch._dynamo
+import torch._inductor.compile_fx  # both: what the first optimizer would import, in every rank anew
 
 from data_pipeline.records import Block
 from data_pipeline.shard_index import DatasetInfo, write_index
@@ -52,6 +55,7 @@ warmup_steps = 5
 [checkpoint]
 every = 2
 keep = 2
+asynchronous = {asynchronous}
 [validation]
 every = 0
 [tracking]
@@ -62,38 +66,51 @@ zero_optimization = {{ stage = 1 }}
 
 
 def main() -> None:
-    """Print the number of kills, where they struck, and 1 if everything was equal."""
+    """Print the number of kills, how many struck a save, and 1 if everything was equal."""
     quick = measure.quick_argument(__doc__ or "").quick
-    kills, steps = (2, 16) if quick else (20, 120)
-    rng = random.Random(20)
+    steps, plans = (24, {"waiting": 2, "background": 2}) if quick else (400, {"waiting": 20, "background": 10})
+    rng, equal, struck = random.Random(20), True, {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_data(folder / "data" / "train")
-        straight = _config(folder, "straight", steps)
+        straight = _config(folder, "straight", steps, background=False)
         code = _finish(_start(straight))
         assert code == 0, f"the run without kills ended with {code}"
-        killed = _config(folder, "killed", steps)
-        in_saves = done = 0
-        while done < kills:
-            ranks = _start(killed)
-            _wait_for_step(ranks, folder / "killed", _last_step(folder / "killed") + rng.randint(0, 4))
-            time.sleep(rng.uniform(0, 0.5))  # anywhere in a step, a save or the start
-            in_saves += bool(list((folder / "killed" / "checkpoints").glob("*.incomplete")))
-            os.kill(rng.choice(ranks), signal.SIGKILL)
-            _finish(ranks, limit=10.0)
-            done += 1
-            print(f"kill {done}: after step {_last_step(folder / 'killed')}", flush=True)
-        code = _finish(_start(killed))
-        assert code == 0, f"the killed run ended with {code}"
-        equal = _same(folder / "straight", folder / "killed")
-    print(f"{done} kills, {in_saves} of them during a save; {steps} steps; bit-equal losses and weights: {equal}")
+        for plan, kills in plans.items():
+            config = _config(folder, plan, steps, background=plan == "background")
+            struck[plan] = [_kill(config, folder / plan, rng, in_save=number % 2 == 1) for number in range(kills)]
+            code = _finish(_start(config))
+            assert code == 0, f"the killed run ended with {code}"
+            equal = _same(folder / "straight", folder / plan) and equal
+    for plan, in_saves in struck.items():
+        print(f"{plan}: {len(in_saves)} kills, {sum(in_saves)} of them during a save; {steps} steps")
+    print(f"bit-equal losses and weights: {equal}")
     measure.report("kill_resume", float(equal), "equal", 1.0, 1.0)
     sys.exit(0 if equal else 1)
 
 
-def _config(folder: Path, name: str, steps: int) -> Path:
+def _kill(config: Path, run: Path, rng: random.Random, *, in_save: bool) -> bool:
+    """Start, kill one rank after some steps or early in a save, end the other; whether a save was under way."""
+    ranks, root = _start(config), run / "checkpoints"
+    _wait_for_step(ranks, run, _last_step(run) + rng.randint(0, 4))
+    if in_save:
+        while not list(root.glob("step-*.incomplete")):
+            _require_alive(ranks)
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.03))
+    else:
+        time.sleep(rng.uniform(0, 0.4))  # anywhere in a step, a save or the start
+    struck = bool(list(root.glob("*.incomplete")))
+    os.kill(rng.choice(ranks), signal.SIGKILL)
+    _finish(ranks, limit=10.0)
+    print(f"killed{' in a save' if struck else ''}: after step {_last_step(run)}", flush=True)
+    return struck
+
+
+def _config(folder: Path, name: str, steps: int, *, background: bool) -> Path:
     path = folder / f"{name}.toml"
-    path.write_text(CONFIG.format(folder=folder, run=folder / name, steps=steps))
+    text = CONFIG.format(folder=folder, run=folder / name, steps=steps, asynchronous=str(background).lower())
+    path.write_text(text)
     return path
 
 
@@ -160,9 +177,13 @@ def _wait_for_step(ranks: list[int], folder: Path, step: int) -> None:
         RuntimeError: a rank ended before.
     """
     while _last_step(folder) < step:
-        if any(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in ranks):
-            raise RuntimeError(f"a rank ended by itself before step {step}")
+        _require_alive(ranks)
         time.sleep(0.01)
+
+
+def _require_alive(ranks: list[int]) -> None:
+    if any(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in ranks):
+        raise RuntimeError("a rank ended by itself, or the run was complete before its last kill")
 
 
 def _finish(ranks: list[int], limit: float = 600.0) -> int:
@@ -191,7 +212,6 @@ def _last_step(folder: Path) -> int:
 def _same(one: Path, other: Path) -> bool:
     first, second = (load_model_weights(resolve(folder)) for folder in (one, other))
     weights = first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-    shutil.rmtree(one / "checkpoints")
     return weights and _records(one) == _records(other)
 
 

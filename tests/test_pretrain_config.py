@@ -102,6 +102,7 @@ def test_the_deepspeed_table_passes_through_and_auto_is_filled(toml: Path) -> No
     [
         ("deepspeed.train_batch_size=32", "contradicts"),
         ("deepspeed.optimizer={type='Adam'}", r"use the \[optimizer\] table"),
+        ("deepspeed.checkpoint={writer={type='FAST'}}", "use checkpoint.asynchronous"),
         ("deepspeed.zero_optimization.stage=4", "0, 1, 2 or 3"),
         ("deepspeed={fp16={enabled=true},bf16={enabled=true}}", "both enabled"),
     ],
