@@ -52,7 +52,8 @@ def fill_mask(
     input_ids_T = torch.tensor(ids)
     zeros_T, ends = torch.zeros_like(input_ids_T), torch.tensor([0, len(ids)], dtype=torch.int32)
     x_TD = model.encoder(input_ids_T, zeros_T, torch.arange(len(ids)), ends, len(ids))
-    likely = model.mlm_head.logits(x_TD[torch.tensor(masks)], model.word_embedding).softmax(-1).topk(top)
+    places = torch.tensor(masks) - int(model.config.causal)  # left to right: predicted from the state before
+    likely = model.mlm_head.logits(x_TD[places], model.word_embedding).softmax(-1).topk(top)
     return [
         [(tokenizer.tokens[entry], share) for entry, share in zip(entries, shares, strict=True)]
         for entries, shares in zip(likely.indices.tolist(), likely.values.tolist(), strict=True)

@@ -98,10 +98,16 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
 }
+_LEFT_TO_RIGHT = {"bert": "BertLMHeadModel", "roberta": "RobertaForCausalLM"}
 
 
 def model_class(config: EncoderConfig) -> str:
-    """The class of `transformers` that holds these weights, heads included."""
+    """The class of `transformers` that holds these weights, heads included.
+
+    A left-to-right model predicts a token from the state before it, as the language-model classes do.
+    """
+    if config.causal and config.sentence_objective == "none" and config.architecture in _LEFT_TO_RIGHT:
+        return _LEFT_TO_RIGHT[config.architecture]
     if config.architecture in ("bert", "albert") and config.sentence_objective != "none":
         return {"bert": "BertForPreTraining", "albert": "AlbertForPreTraining"}[config.architecture]
     return {

@@ -41,7 +41,8 @@ def import_from_hf(directory: str | Path, **overrides: Any) -> ImportedModel:
 
     Args:
         directory: holds config.json and model.safetensors or pytorch_model.bin.
-        overrides: fields of `EncoderConfig` to set instead of what the folder says, dropout for example.
+        overrides: fields of `EncoderConfig` to set instead of what the folder says, dropout for example; `bilstm=1` puts
+            a new LSTM on top, which no folder holds (the paper's LTR + BiLSTM ablation).
 
     Raises:
         InterchangeError: a file is missing or damaged, the model is of another kind, tensors of the encoder itself are
@@ -62,15 +63,18 @@ def import_from_hf(directory: str | Path, **overrides: Any) -> ImportedModel:
         seen["sentence_objective"] = "sop" if config.architecture == "albert" else "nsp"
     config = EncoderConfig.model_validate({**config.model_dump(), **seen, **overrides})
     model = BertForPreTraining(config)
+    own = model.state_dict()
+    on_top = [name for name in own if name.startswith("encoder.bilstm.")]
+    held = {name: tensor for name, tensor in own.items() if name not in on_top}
     try:
-        state, missing, unused = from_hf_tensors(tensors, model.state_dict(), config)
+        state, missing, unused = from_hf_tensors(tensors, held, config)
     except ValueError as error:
         raise InterchangeError(f"{directory}: {error}") from error
     lost = [name for name in missing if name.startswith("encoder.") and not name.startswith("encoder.pooler")]
     if lost:
         raise InterchangeError(f"{directory}: the weights lack {', '.join(lost)}")
-    model.load_state_dict({**model.state_dict(), **state})
-    return ImportedModel(config, model.float().eval(), missing, unused)
+    model.load_state_dict({**own, **state})
+    return ImportedModel(config, model.float().eval(), missing + on_top, unused)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -143,7 +147,7 @@ def start_from(model: BertForPreTraining, directory: str | Path) -> list[str]:
     """
     loaded = import_from_hf(directory, pad_vocab_to=model.config.pad_vocab_to)
     free = {"preset", "init_from", "pooler", "sentence_objective", "hidden_dropout", "attention_dropout"}
-    free |= {"initializer_range", "activation_checkpointing", "head_chunk", "kernels"}
+    free |= {"initializer_range", "activation_checkpointing", "head_chunk", "kernels", "bilstm"}
     pairs = {name: (getattr(model.config, name), getattr(loaded.config, name)) for name in EncoderConfig.model_fields}
     wrong = [f"{name} {ours!r} (folder: {theirs!r})" for name, (ours, theirs) in pairs.items() if ours != theirs]
     wrong = [line for line in wrong if line.split()[0] not in free]

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pretrain.attention import attention, choose_backend, describe_attention, plan_attention
+from pretrain.attention import _DroppedAttention, attention, choose_backend, describe_attention, plan_attention
 from pretrain.dropout import dropout, dropout_add, keep_mask, kept_share
 
 HEADS, WIDTH = 2, 8
@@ -91,6 +91,33 @@ def test_half_precision_masks_do_not_overflow():
     for rate in (0.0, 0.1):
         plan = plan_attention(ends(lengths), 9, 21, qkv.dtype, rate)
         assert attention(qkv, plan, HEADS, rate, True, 2).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rate", [0.0, 0.2])
+@pytest.mark.parametrize(("causal", "window"), KINDS)
+def test_no_row_is_fully_masked_and_none_gives_nan(causal, window, rate, dtype):
+    """Padding queries see real keys; scores near the type's limits stay finite, forward and backward."""
+    lengths = [40, 36, 1, 9, 2]
+    qkv = torch.randn(sum(lengths), 3 * WIDTH, generator=torch.Generator().manual_seed(6)).to(dtype)
+    qkv = (qkv * 100).requires_grad_()
+    plan = plan_attention(ends(lengths), max(lengths), sum(lengths), dtype, rate)
+    out = attention(qkv, plan, HEADS, rate, causal, window)
+    out.sum().backward()
+    masks = [mask for mask in plan.masks.values() if mask is not None]
+    assert any(not mask.all() for mask in masks)  # there is padding
+    assert all(mask.any(-1).all() for mask in masks)
+    assert out.isfinite().all() and qkv.grad.isfinite().all()
+
+
+def test_a_row_without_any_key_gives_no_nan():
+    """It never occurs; if it did, the dropped attention would give the mean of all values."""
+    qkv = torch.randn(1, 4, 3, HEADS, 4, requires_grad=True)
+    mask = torch.ones(1, 4, 4, dtype=torch.bool)
+    mask[0, 2] = False
+    out = _DroppedAttention.apply(qkv, mask, 0.1)
+    out.sum().backward()
+    assert out.isfinite().all() and qkv.grad.isfinite().all()
 
 
 def test_backend_table_never_drops_dropout():

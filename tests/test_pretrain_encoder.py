@@ -35,6 +35,7 @@ FAMILY = {
     "bert-tanh": {"activation": "gelu_tanh"},
     "bert-no-nsp": {"sentence_objective": "none"},
     "bert-causal": {"causal": True},
+    "bert-ltr": {"causal": True, "sentence_objective": "none"},
     "roberta": {
         "architecture": "roberta",
         "pad_id": 1,
@@ -115,7 +116,9 @@ def padded_loss(theirs, config: EncoderConfig, batch: Batch) -> torch.Tensor:
     """Mean losses of `transformers` on the same examples padded to rows."""
     real = torch.arange(batch.max_seqlen) < (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1])[:, None]
     labels_T = torch.full_like(batch.input_ids_T, -100)
-    labels_T[batch.mask_positions_P - int(config.causal)] = batch.mask_labels_P  # left to right: from the state before
+    # Left to right, a token is predicted from the state before it; the language-model classes shift the labels themselves.
+    shift = int(config.causal and config.sentence_objective != "none")
+    labels_T[batch.mask_positions_P - shift] = batch.mask_labels_P
     rows = {"input_ids": torch.full(real.shape, config.pad_id), "labels": torch.full(real.shape, -100)}
     rows["input_ids"][real], rows["labels"][real] = batch.input_ids_T, labels_T
     if config.type_vocab > 1:
@@ -128,9 +131,12 @@ def padded_loss(theirs, config: EncoderConfig, batch: Batch) -> torch.Tensor:
     return theirs(**rows, attention_mask=real.long()).loss
 
 
+@pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", FAMILY)
-def test_losses_and_gradients_equal_transformers_on_padded_rows(name):
-    model, batch = model_of(name).eval(), make_batch()
+def test_losses_and_gradients_equal_transformers_on_padded_rows(name, training):
+    """`training`: our training path, with nothing to drop."""
+    table = {"hidden_dropout": 0.0, "attention_dropout": 0.0} if training else {}
+    model, batch = model_of(name, **table).train(training), make_batch()
     theirs = peer(model, model.config).eval()
     losses = model(batch)
     ours = losses.mlm_loss_sum / losses.mlm_count + losses.nsp_loss_sum / max(1, losses.nsp_count)
@@ -195,6 +201,22 @@ def test_every_tensor_gets_a_gradient_in_training(name):
     assert (losses.mlm_count, losses.nsp_count) == (10, 0 if model.config.sentence_objective == "none" else 5)
 
 
+@pytest.mark.parametrize("name", FAMILY)
+def test_r42_padding_rows_are_never_predicted_nor_trained(name):
+    plain, gradients = losses_and_gradients(model_of(name, pad_vocab_to=64), make_batch())
+    model = model_of(name, pad_vocab_to=64)
+    assert model.word_embedding.shape[0] == model.mlm_head.bias.shape[0] == 128
+    with torch.no_grad():
+        model.word_embedding[VOCABULARY:] = 100.0
+        model.mlm_head.bias[VOCABULARY:] = 1e6
+    loss, found = losses_and_gradients(model, make_batch())
+    assert torch.equal(loss, plain)
+    for key in ("encoder.embeddings.word.weight", "mlm_head.bias"):
+        assert torch.equal(found[key], gradients[key]) and found[key].any() and not found[key][VOCABULARY:].any()
+    states = hidden(model.eval(), make_batch())
+    assert model.mlm_head.logits(states, model.word_embedding).shape[1] == VOCABULARY
+
+
 def test_causal_attention_does_not_look_ahead():
     model, batch = model_of("bert-causal").eval(), make_batch([9])
     before = hidden(model, batch)
@@ -212,16 +234,39 @@ def test_shared_layers_are_one_set_of_weights():
     assert not torch.equal(hidden(model.eval(), make_batch()), hidden(deeper.eval(), make_batch()))
 
 
-def test_activation_checkpointing_changes_nothing():
-    plain, saving = model_of("bert"), model_of("bert", activation_checkpointing=True)
-    gradients = []
-    for model in (plain.train(), saving.train()):
-        torch.manual_seed(1)
-        losses = model(make_batch())
-        (losses.mlm_loss_sum + losses.nsp_loss_sum).backward()
-        gradients.append({key: tensor.grad for key, tensor in model.named_parameters()})
-    for key, gradient in gradients[0].items():
-        assert torch.equal(gradient, gradients[1][key]), key
+def losses_and_gradients(model: BertForPreTraining, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The summed loss of a training pass from a fixed seed, and every gradient."""
+    torch.manual_seed(1)
+    losses = model.train()(batch)
+    loss = losses.mlm_loss_sum.float() + losses.nsp_loss_sum.float()
+    loss.backward()
+    return loss.detach(), {key: tensor.grad for key, tensor in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_activation_checkpointing_changes_nothing_with_dropout_on(name):
+    table = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    plain, expected = losses_and_gradients(model_of(name, **table), make_batch())
+    loss, gradients = losses_and_gradients(model_of(name, activation_checkpointing=True, **table), make_batch())
+    still, _ = losses_and_gradients(model_of(name, hidden_dropout=0.0, attention_dropout=0.0), make_batch())
+    assert torch.equal(loss, plain) and not torch.equal(loss, still)
+    for key, gradient in expected.items():
+        assert torch.equal(gradient, gradients[key]), key
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_half_precision_trains_without_overflow_and_near_fp32(name, dtype):
+    """Rows with padding, causal and windowed masks, dropout on: nothing overflows; without dropout the loss is fp32's."""
+    batch = make_batch([24, 7, 4, 13])
+    _, gradients = losses_and_gradients(model_of(name, hidden_dropout=0.1, attention_dropout=0.1).to(dtype), batch)
+    assert [key for key, gradient in gradients.items() if not gradient.isfinite().all()] == []
+    still = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    loss, gradients = losses_and_gradients(model_of(name, **still).to(dtype), batch)
+    expected, wanted = losses_and_gradients(model_of(name, **still), batch)
+    assert loss.item() == pytest.approx(expected.item(), rel=0.02)
+    ours, theirs = (torch.cat([tree[key].float().flatten() for key in wanted]) for tree in (gradients, wanted))
+    assert torch.cosine_similarity(ours, theirs, dim=0) > 0.99
 
 
 def test_hidden_states_are_embeddings_and_every_layer():

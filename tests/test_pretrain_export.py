@@ -21,9 +21,10 @@ from pretrain.encoder import BertForPreTraining
 from pretrain.export import RECORD, compare_logits, export_to_hf, main
 from pretrain.fill_mask import fill_mask
 from pretrain.fill_mask import main as fill_mask_main
-from pretrain.hf_config import InterchangeError
+from pretrain.hf_config import InterchangeError, model_class
 from pretrain.hf_import import import_from_hf, start_from
 from pretrain.model_config import load_encoder_config
+from pretrain.name_map import tensor_names
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["the", "quick", "brown", "fox", "hello", "##s", "a", "b", "c", "d", ",", "$", ".", "cat"]
@@ -32,7 +33,9 @@ VARIANTS = {
     "bert": {},
     "bert-tanh": {"activation": "gelu_tanh"},
     "bert-no-nsp": {"sentence_objective": "none"},
+    "bert-ltr": {"sentence_objective": "none", "causal": True},
     "roberta": {"architecture": "roberta", "type_vocab": 1, "sentence_objective": "none"},
+    "roberta-ltr": {"architecture": "roberta", "type_vocab": 1, "sentence_objective": "none", "causal": True},
     "albert": {"architecture": "albert", "embedding_size": 16, "share_layers": True, "sentence_objective": "sop"},
     "distilbert": {"architecture": "distilbert", "type_vocab": 0, "sentence_objective": "none"},
     "modernbert": {
@@ -108,18 +111,30 @@ def test_folder_loads_with_no_arguments(tmp_path):
     assert "BertForPreTraining" in card and load_tokenizer(tokenizer_dir).fingerprint in card
 
 
-def test_r42_exported_sizes_are_one_and_padding_rows_are_gone(tmp_path):
+@pytest.mark.parametrize("name", VARIANTS)
+def test_r42_exported_sizes_are_one_and_padding_rows_are_gone(tmp_path, name):
     tokenizer_dir = save_tokenizer(tmp_path / "tokenizer")
-    model = model_for(tokenizer_dir, pad_vocab_to=64)
-    assert model.word_embedding.shape[0] == 64
+    model = model_for(tokenizer_dir, pad_vocab_to=64, **VARIANTS[name])
+    entries = len(SPECIALS) + len(WORDS)
+    with torch.no_grad():
+        model.word_embedding[entries:] = 100.0  # were they exported or predicted, the parity check would fail
+    assert model.word_embedding.shape[0] == model.mlm_head.bias.shape[0] == 64
     folder = export_to_hf(model, tokenizer_dir, tmp_path / "export")
     tensors = load_file(folder / "model.safetensors")
-    entries = len(SPECIALS) + len(WORDS)
     assert json.loads((folder / "config.json").read_text())["vocab_size"] == entries
-    assert tensors["bert.embeddings.word_embeddings.weight"].shape[0] == entries
-    assert tensors["cls.predictions.bias"].shape[0] == entries
-    loaded = transformers.AutoModelForPreTraining.from_pretrained(folder)
-    assert loaded(torch.tensor([[2, 5, 3]])).prediction_logits.shape[-1] == entries
+    assert not any(
+        64 in tensor.shape[:1] for key, tensor in tensors.items() if "embed" in key and "position" not in key
+    )
+    words, biases = tensor_names(
+        ["encoder.embeddings.word.weight", "mlm_head.bias"], model.config.architecture
+    ).values()
+    assert tensors[words[0]].shape[0] == tensors[biases[0]].shape[0] == entries
+    loaded, details = getattr(transformers, model_class(model.config)).from_pretrained(folder, output_loading_info=True)
+    assert not any(details[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert loaded.get_input_embeddings().weight.shape[0] == loaded.get_output_embeddings().weight.shape[0] == entries
+    output = loaded(torch.tensor([[2, 5, 3]]))
+    logits = output.prediction_logits if "prediction_logits" in output else output.logits
+    assert logits.shape[-1] == loaded.get_output_embeddings().bias.shape[0] == entries
 
 
 def test_a_wrong_weight_stops_the_export(tmp_path, monkeypatch):
@@ -322,6 +337,29 @@ def test_real_tokenizer_and_weights_survive_our_export(tmp_path, shared_data):
     difference, scale = compare_logits(loaded.model, again)
     assert difference < 1e-5 * max(1.0, scale)
     shutil.rmtree(exported)
+
+
+def test_left_to_right_exports_as_a_language_model_and_a_bilstm_goes_on_top(tmp_path):
+    tokenizer_dir = save_tokenizer(tmp_path / "tokenizer")
+    model = model_for(tokenizer_dir, causal=True, sentence_objective="none")
+    folder = export_to_hf(model, tokenizer_dir, tmp_path / "export")
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(folder)).__name__ == "BertLMHeadModel"
+    loaded = import_from_hf(folder, pad_vocab_to=8, bilstm=1)
+    assert loaded.config.causal and {name.split(".")[1] for name in loaded.missing} == {"bilstm"}
+    ids = torch.tensor([2, 5, 6, 7, 3])
+    arguments = (ids, torch.zeros_like(ids), torch.arange(5), torch.tensor([0, 5], dtype=torch.int32), 5)
+    below = import_from_hf(folder, pad_vocab_to=8).model.encoder
+    expected, _ = loaded.model.encoder.bilstm(below(*arguments)[:, None])
+    torch.testing.assert_close(loaded.model.encoder(*arguments), expected[:, 0])
+    with pytest.raises(InterchangeError, match=r"bert models of Hugging Face cannot have bilstm = 1"):
+        export_to_hf(loaded.model, tokenizer_dir, tmp_path / "other")
+    # Pre-training can go on below a new one too.
+    assert all("bilstm" in name for name in start_from(loaded.model, folder))
+    # Left to right, [MASK] is filled from the state before it.
+    tokenizer = load_tokenizer(folder)
+    (found,) = fill_mask(import_from_hf(folder).model, tokenizer, "the [MASK] fox.", top=3)
+    (same,) = fill_mask(import_from_hf(folder).model, tokenizer, "the [MASK] cat.", top=3)
+    assert found == same
 
 
 def test_pretraining_starts_from_a_folder(tmp_path):
