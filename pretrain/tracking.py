@@ -216,10 +216,8 @@ class MlflowForwarder(threading.Thread):
                 time.sleep(1.0) if closing else self._closing.wait(delay)
 
     def _connect(self) -> None:
-        client = _open_client(self._uri)
-        with _store_lock(self._uri):
-            experiment = client.get_experiment_by_name(self._experiment)
-            experiment_id = experiment.experiment_id if experiment else self._new_experiment(client)
+        client = open_client(self._uri)
+        experiment_id = open_experiment(client, self._uri, self._experiment)
         run_id = self._position.run_id
         if run_id:
             client.update_run(run_id, status="RUNNING")
@@ -235,13 +233,6 @@ class MlflowForwarder(threading.Thread):
         if self._on_run_id:
             self._on_run_id(run_id)
         self._client = client
-
-    def _new_experiment(self, client: Any) -> str:
-        """An embedded store keeps its files beside its database, not in whatever folder the job started in."""
-        location = None
-        if self._uri.startswith("sqlite:///"):
-            location = (Path(self._uri.removeprefix("sqlite:///")).resolve().parent / "mlartifacts").as_uri()
-        return client.create_experiment(self._experiment, artifact_location=location)
 
     def _send_params(self, client: Any, run_id: str) -> None:
         """Parameters that the store lacks: a start that lost the store in between is made whole by the next try."""
@@ -302,7 +293,7 @@ def _metric_rows(record: Mapping[str, Any]) -> Iterator[tuple[str, float, int, i
             continue
 
 
-def _open_client(uri: str) -> Any:
+def open_client(uri: str) -> Any:
     """A client whose calls fail soon instead of hanging for minutes; the thread does the retrying."""
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -314,6 +305,21 @@ def _open_client(uri: str) -> Any:
         client = MlflowClient(tracking_uri=uri)
         client.search_experiments(max_results=1)  # makes the tables of an empty store
     return client
+
+
+def open_experiment(client: Any, uri: str, name: str) -> str:
+    """The id of the experiment, made where it is new; a client of `open_client`.
+
+    An embedded store keeps its files beside its database, not in whatever folder the job started in.
+    """
+    with _store_lock(uri):
+        experiment = client.get_experiment_by_name(name)
+        if experiment:
+            return experiment.experiment_id
+        location = None
+        if uri.startswith("sqlite:///"):
+            location = (Path(uri.removeprefix("sqlite:///")).resolve().parent / "mlartifacts").as_uri()
+        return client.create_experiment(name, artifact_location=location)
 
 
 @contextlib.contextmanager
