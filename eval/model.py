@@ -43,14 +43,16 @@ class TaskModel(nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """(E, K) logits, or (T, K) with `per_token`."""
-        x_TD = self.encoder(
-            batch.input_ids_T, batch.segment_ids_T, batch.position_ids_T, batch.cu_seqlens, batch.max_seqlen
+        arguments = (
+            batch.input_ids_T,
+            batch.segment_ids_T,
+            batch.position_ids_T,
+            batch.cu_seqlens,
+            batch.max_seqlen,
         )
-        if not self.per_token:
-            # Left to right only the last token has seen the whole example.
-            places_E = batch.cu_seqlens[1:].long() - 1 if self.encoder.config.causal else batch.cls_positions_E
-            if self.pooler is None:
-                x_TD = self.encoder.pool(x_TD, places_E)
-            else:
-                x_TD = torch.tanh(self.pooler(x_TD.index_select(0, places_E)))
-        return self.classifier(dropout(x_TD, self.encoder.config.hidden_dropout, self.training)).float()
+        if self.per_token:
+            x = self.encoder(*arguments)
+        else:
+            pooler = self.encoder.pooler if self.pooler is None else self.pooler
+            x = torch.tanh(pooler(self.encoder.first_states(*arguments)))
+        return self.classifier(dropout(x, self.encoder.config.hidden_dropout, self.training)).float()

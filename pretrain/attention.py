@@ -3,8 +3,8 @@
 Legend: `T` tokens of the batch, `E` examples, `N` heads, `H` head size, `B` examples of a row group, `L` its row length,
 `R` the sum of B*L over all groups.
 
-Nothing but this file sees where an example begins. `plan_attention` is called once a batch and settles the backend and the
-row groups; `attention` runs once a layer.
+Nothing but this file and first_token.py sees where an example begins. `plan_attention` is called once a batch and settles
+the backend and the row groups; `attention` runs once a layer.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pretrain.attention import Backend, plan_attention
+from pretrain.attention import AttentionPlan, Backend, plan_attention
+from pretrain.first_token import first_token_suffices, last_layer_of_first_tokens
 from pretrain.heads import MaskedTokenHead, PretrainingLosses, SentenceHead
 from pretrain.layers import Angles, Embeddings, EncoderLayer
 from pretrain.model_config import EncoderConfig
@@ -90,6 +91,47 @@ class Encoder(nn.Module):
         Raises:
             ValueError: an example is longer than `max_positions`.
         """
+        x_TD, plan, angles = self._begin(input_ids_T, segment_ids_T, position_ids_T, cu_seqlens, max_seqlen)
+        states = [x_TD]
+        for number in range(self.config.layers):
+            x_TD = self._layer(number, x_TD, plan, angles)
+            states.append(x_TD)
+        x_TD = self._finish(x_TD, cu_seqlens)
+        states[-1] = x_TD
+        return (x_TD, states) if output_hidden_states else x_TD
+
+    def first_states(
+        self,
+        input_ids_T: torch.Tensor,
+        segment_ids_T: torch.Tensor,
+        position_ids_T: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+    ) -> torch.Tensor:
+        """(E, D): the state of each example's first token, `forward(...)[cu_seqlens[:-1]]` but for rounding.
+
+        Takes what `forward` takes. The last layer is computed for these tokens alone where its kind allows.
+
+        Raises:
+            ValueError: as `forward`.
+        """
+        if not first_token_suffices(self.config):
+            x_TD = self(input_ids_T, segment_ids_T, position_ids_T, cu_seqlens, max_seqlen)
+            return x_TD.index_select(0, cu_seqlens[:-1].long())
+        x_TD, plan, angles = self._begin(input_ids_T, segment_ids_T, position_ids_T, cu_seqlens, max_seqlen)
+        for number in range(self.config.layers - 1):
+            x_TD = self._layer(number, x_TD, plan, angles)
+        return last_layer_of_first_tokens(self.layers[-1], x_TD, cu_seqlens, max_seqlen)
+
+    def _begin(
+        self,
+        input_ids_T: torch.Tensor,
+        segment_ids_T: torch.Tensor,
+        position_ids_T: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+    ) -> tuple[torch.Tensor, AttentionPlan, tuple[Angles, Angles]]:
+        """What goes into the first layer, and what all layers share."""
         config = self.config
         if max_seqlen > config.max_positions:
             raise ValueError(
@@ -99,20 +141,19 @@ class Encoder(nn.Module):
         x_TD = self.embeddings(input_ids_T, segment_ids_T, position_ids_T)
         rate = config.attention_dropout if self.training else 0.0
         plan = plan_attention(cu_seqlens, max_seqlen, len(input_ids_T), x_TD.dtype, rate, self.backend)
-        local, wide = self._angles(position_ids_T, x_TD.dtype)
-        states = [x_TD]
-        for number in range(config.layers):
-            layer = self.layers[0 if config.share_layers else number]
-            whole = config.is_global(number)
-            arguments = (x_TD, plan, wide if whole else local, 0 if whole else config.local_window)
-            if config.activation_checkpointing and self.training and torch.is_grad_enabled():
-                x_TD = checkpoint(layer, *arguments, use_reentrant=False)
-            else:
-                x_TD = layer(*arguments)
-            states.append(x_TD)
-        x_TD = self._finish(x_TD, cu_seqlens)
-        states[-1] = x_TD
-        return (x_TD, states) if output_hidden_states else x_TD
+        return x_TD, plan, self._angles(position_ids_T, x_TD.dtype)
+
+    def _layer(
+        self, number: int, x_TD: torch.Tensor, plan: AttentionPlan, angles: tuple[Angles, Angles]
+    ) -> torch.Tensor:
+        """Layer `number`, from 0."""
+        config = self.config
+        layer = self.layers[0 if config.share_layers else number]
+        whole = config.is_global(number)
+        arguments = (x_TD, plan, angles[1 if whole else 0], 0 if whole else config.local_window)
+        if config.activation_checkpointing and self.training and torch.is_grad_enabled():
+            return checkpoint(layer, *arguments, use_reentrant=False)
+        return layer(*arguments)
 
     def pool(self, x_TD: torch.Tensor, cls_positions_E: torch.Tensor) -> torch.Tensor:
         """(E, D): dense + tanh on each example's first token.

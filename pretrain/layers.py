@@ -69,14 +69,20 @@ class EncoderLayer(nn.Module):
     def forward(self, x_TD: torch.Tensor, plan: AttentionPlan, angles: Angles, window: int) -> torch.Tensor:
         """x_TD to x_TD. `angles` turn queries and keys; `window` limits what a token sees (0: nothing)."""
         config = self.config
-        kernels = choose_kernels(config.kernels, x_TD.device.type)
-        rate = config.hidden_dropout if self.training else 0.0
         if config.norm == "pre":
+            kernels = choose_kernels(config.kernels, x_TD.device.type)
+            rate = config.hidden_dropout if self.training else 0.0
             normed_TD = x_TD if self.attention_norm is None else self.attention_norm(x_TD)
             x_TD, normed_TD = self.feed_forward_norm(self._attend(normed_TD, plan, angles, window), x_TD, rate, kernels)
             return dropout_add(self.down(self.up(normed_TD, kernels)), x_TD, rate, self.training)
+        return self.finish(self._attend(x_TD, plan, angles, window), x_TD)
+
+    def finish(self, attended_TD: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
+        """All that comes after attention, with post-norm: no token sees another here."""
         assert self.attention_norm is not None
-        x_TD = self.attention_norm(self._attend(x_TD, plan, angles, window), x_TD, rate, kernels)
+        kernels = choose_kernels(self.config.kernels, x_TD.device.type)
+        rate = self.config.hidden_dropout if self.training else 0.0
+        x_TD = self.attention_norm(attended_TD, x_TD, rate, kernels)
         return self.feed_forward_norm(self.down(self.up(x_TD, kernels)), x_TD, rate, kernels)
 
     def _attend(self, x_TD: torch.Tensor, plan: AttentionPlan, angles: Angles, window: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ import transformers
 
 from data_pipeline.records import Batch
 from pretrain.encoder import BertForPreTraining
+from pretrain.first_token import first_token_attention
 from pretrain.hf_config import model_class, to_hf_config
 from pretrain.model_config import EncoderConfig, load_encoder_config
 from pretrain.name_map import from_hf_tensors, to_hf_tensors
@@ -301,3 +302,32 @@ def test_initial_weights_are_truncated_normal():
     assert weight.std().item() == pytest.approx(0.02 * 0.88, rel=0.02)
     assert not model.word_embedding[1001:].any()
     assert not model.encoder.layers[0].up.bias.any()
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+def test_first_states_are_those_of_the_whole_forward_pass(name):
+    """Values and gradients of what a classifier reads; the last layer is cut down where its kind allows."""
+    model, batch = model_of(name).double().eval(), make_batch()
+    fields = (batch.input_ids_T, batch.segment_ids_T, batch.position_ids_T, batch.cu_seqlens, batch.max_seqlen)
+    whole_ED = model.encoder(*fields)[batch.cls_positions_E]
+    first_ED = model.encoder.first_states(*fields)
+    torch.testing.assert_close(first_ED, whole_ED, atol=1e-12, rtol=0)
+    parameters = [tensor for tensor in model.encoder.parameters()]
+    factors_ED = torch.randn(first_ED.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    ours, expected = (
+        torch.autograd.grad((value * factors_ED).sum(), parameters, allow_unused=True) for value in (first_ED, whole_ED)
+    )
+    for found, wanted in zip(ours, expected, strict=True):
+        assert (found is None) == (wanted is None)
+        if wanted is not None:
+            torch.testing.assert_close(found, wanted, atol=1e-11, rtol=0)
+
+
+def test_attention_dropout_reaches_the_first_tokens_last_layer():
+    torch.manual_seed(0)
+    q_ED, kv_T2D = torch.randn(2, 8), torch.randn(24, 16)
+    cu_seqlens = torch.tensor([0, 10, 24], dtype=torch.int32)
+    plain = first_token_attention(q_ED, kv_T2D, cu_seqlens, 14, 2, 0.0)
+    drawn = torch.stack([first_token_attention(q_ED, kv_T2D, cu_seqlens, 14, 2, 0.3) for _ in range(4000)])
+    assert drawn.std(0).min() > 0.05
+    torch.testing.assert_close(drawn.mean(0), plain, atol=0.05, rtol=0)
