@@ -6,7 +6,7 @@ import io
 import itertools
 import posixpath
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import IO, Any
@@ -52,7 +52,8 @@ class InputFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileRange:
-    """Bytes `start` to `end` (None: to the end) of the uncompressed content of a file."""
+    """Bytes `start` to `end` (None: to the end) of the uncompressed content of a file; of a bzip2 file of many streams that is
+    cut, of the file as it is stored."""
 
     file: InputFile
     start: int = 0
@@ -140,8 +141,8 @@ def _content_size(file: InputFile, at_most: int) -> int:
     return size
 
 
-def cut(files: Sequence[InputFile], parts: int, splittable: bool = True) -> list[FileRange]:
-    """Ranges of about equal size, a file whole where it is small, compressed or `splittable` is false.
+def cut(files: Sequence[InputFile], parts: int, divisible: Callable[[InputFile], bool]) -> list[FileRange]:
+    """Ranges of about equal size, a file whole where it is small or not `divisible`.
 
     Which documents there are, and their ids, never depends on the cutting: each belongs to one range by its position.
     """
@@ -149,7 +150,7 @@ def cut(files: Sequence[InputFile], parts: int, splittable: bool = True) -> list
     ranges = []
     for file in files:
         size = file.size if file.limit is None else min(file.size, file.limit)
-        pieces = max(1, round(size / target)) if splittable and file.compression is None else 1
+        pieces = max(1, round(size / target)) if divisible(file) else 1
         edges = [size * piece // pieces for piece in range(pieces)] + [None]
         for start, end in itertools.pairwise(edges):
             ranges.append(FileRange(file=file, start=start or 0, end=file.limit if end is None else end))
@@ -169,6 +170,20 @@ def open_bytes(file: InputFile) -> Iterator[IO[bytes]]:
             yield io.BufferedReader(handle) if file.compression else handle
     except (EOFError, zlib.error, ZstdError) as error:
         raise CorpusError(f"{file.path}: damaged or truncated {file.compression} data: {error}") from error
+    except OSError as error:
+        raise CorpusError(f"{file.path}: cannot read it: {error.strerror or error}") from error
+
+
+@contextmanager
+def open_stored(file: InputFile) -> Iterator[IO[bytes]]:
+    """The file as it lies, compressed or not.
+
+    Raises:
+        CorpusError: it cannot be opened or read.
+    """
+    try:
+        with fsspec.open(file.path, "rb", compression=None) as handle:
+            yield handle
     except OSError as error:
         raise CorpusError(f"{file.path}: cannot read it: {error.strerror or error}") from error
 

@@ -1,53 +1,44 @@
-"""MediaWiki XML dumps: the prose of their articles.
+"""MediaWiki XML dumps: the articles of a dump or of a part of it.
 
-As for BERT, only running text is taken: no lists, tables, headings, references or templates
-(Devlin et al. 2019, section 3.1, https://aclanthology.org/N19-1423/).
+A dump is cut between its pages: a page belongs to the part in which its tag begins. A bzip2 file is cut where one of its streams
+begins, so the multistream dumps of Wikimedia (100 pages a stream) are read by many tasks.
 """
 
 from __future__ import annotations
 
+import bz2
+import codecs
+import io
 import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import IO, Any
 from xml.etree import ElementTree
-from xml.parsers import expat
 
-import mwparserfromhell
-from mwparserfromhell import nodes
-
-from data_pipeline.corpus_files import CorpusError, InputFile
+from data_pipeline.corpus_files import CorpusError, FileRange, InputFile, open_bytes, open_stored
 from data_pipeline.records import Document
+from data_pipeline.wikitext import FILE_NAMESPACES, prose
 
 MAIN_NAMESPACE = "0"
 DROPPED_NAMESPACES = ("-2", "6", "14")  # media, files, categories: a link into them shows no running text
-_CANONICAL = frozenset({"file", "image", "media", "category"})
-_DROPPED_TAG = re.compile(
-    r"ref|references|table|gallery|math|chem|score|syntaxhighlight|source|code|pre|timeline|imagemap|hiero|graph|mapframe"
-    r"|maplink|templatedata|section|indicator|div|noinclude|includeonly|style|script|caption"
-)
-_INTERWIKI = re.compile(r":?[a-z]{2,3}(?:-[a-z]+)*:")
-_LIST_ITEM = "\x01"
-_LIST_MARKS = frozenset("*#;:")
-_HEADING = re.compile(r"^=+[^=].*=+\s*$")
-_STYLE = re.compile(r"'{2,5}")
-_SWITCH = re.compile(r"__[A-Z]+__")
 _REDIRECT = re.compile(r"\s*#\s?\w+[^\n\[]{0,20}\[\[", re.UNICODE)
-# What is left in brackets once their templates are gone: "( ; )", "(, born 1900)".
-_HOLLOW = re.compile(r"\s?[(\[（][\s,;:.–—-]*[)\]）]")
-_BEFORE = re.compile(r"([(（])[\s,;:]+")
-_SPACES = re.compile(r"[ \t\xa0]+")
-_SPACE_BEFORE = re.compile(r" ([,.;:!?)])")
-_BLANK = re.compile(r"\n[ \t]*\n")
+_PAGE, _PAGE_END, _END = b"<page>", b"</page>", b"</mediawiki>"
+_NAMESPACE = re.compile(r"<namespace\b[^>]*\bkey=\"(-?\d+)\"[^>]*>([^<]*)</namespace>")
+_DECLARED = re.compile(rb"""<\?xml[^>]*encoding=["']([A-Za-z0-9._-]+)["']""")
+_STREAM = re.compile(rb"BZh[1-9](?:\x31\x41\x59\x26\x53\x59|\x17\x72\x45\x38\x50\x90)")  # begins, or is empty
+_STREAM_BYTES = 10
+_CHUNK = 1 << 20
+_TAIL_BYTES = 256  # of these the closing tag is a part
 
 
-def dump_documents(handle: IO[bytes], file: InputFile, counts: Counter[str]) -> Iterator[Document]:
-    """Articles of a dump, one document each, with the id `file name:number of the page in the dump`.
+def dump_documents(part: FileRange, counts: Counter[str]) -> Iterator[Document]:
+    """Articles of a part of a dump, one document each, with the id `file name:page id`.
 
-    The encoding is the one that the XML declares (UTF-8, UTF-16). Memory holds one page at a time.
+    The encoding is the one that the XML declares (UTF-8, UTF-16); another than UTF-8 is read whole with the first part. Memory
+    holds one page at a time.
 
     Args:
-        handle: uncompressed XML.
+        part: of a file as it is stored where that is bzip2, else of its content.
         counts: receives `dropped:redirect`, `dropped:not_an_article` (talk, files, templates, ...), `dropped:not_wikitext`
             and `dropped:no_prose`; also `dumps_without_end`, dumps that end after a whole page without the closing tag.
 
@@ -57,40 +48,157 @@ def dump_documents(handle: IO[bytes], file: InputFile, counts: Counter[str]) -> 
     Raises:
         CorpusError: not XML, or cut off inside a page.
     """
-    prefixes = _CANONICAL
-    number = depth = 0
-    root: Any = None
+    file = part.file
+    header, encoding = _header(file)
+    if encoding != "utf-8" and part.start:
+        return
+    prefixes = FILE_NAMESPACES | _prefixes(header)
+    chunks = _wide_chunks(file, encoding) if encoding != "utf-8" else _chunks(part)
+    pages = _pages(chunks, counts, from_start=part.start == 0)
+    number = 0
     try:
-        for event, element in ElementTree.iterparse(handle, ("start", "end")):
-            depth += 1 if event == "start" else -1
-            if root is None:
-                root = element
-            name = element.tag.rpartition("}")[2]
-            if event == "start" or name not in ("namespaces", "page"):
-                continue
-            if name == "namespaces":
-                prefixes = _CANONICAL | _prefixes(element)
-                continue
+        for source in pages:
             number += 1
-            text, reason = _page_text(element, prefixes)
+            page = ElementTree.fromstring(source)
+            text, reason = _page_text(page, prefixes)
             if reason:
                 counts[f"dropped:{reason}"] += 1
-            else:
-                metadata = {"title": _child(element, "title"), "page": _child(element, "id")}
-                yield Document(text=text, id=f"{file.name}:{number}", metadata=metadata)
-            root.clear()  # the pages that are done
-    except ElementTree.ParseError as error:
-        if error.code == expat.errors.codes[expat.errors.XML_ERROR_NO_ELEMENTS] and number and depth == 1:
-            counts["dumps_without_end"] += 1  # all pages are whole, the last tag alone is missing
-            return
+                continue
+            metadata = {"title": _child(page, "title"), "page": _child(page, "id")}
+            yield Document(text=text, id=f"{file.name}:{metadata['page'] or metadata['title']}", metadata=metadata)
+    except (ElementTree.ParseError, UnicodeDecodeError, EOFError) as error:
+        where = f" of the part that begins at byte {part.start}" if part.start else ""
         raise CorpusError(
-            f"{file.path}: not a MediaWiki XML dump, or cut off after page {number}: {error}; download it again"
+            f"{file.path}: not a MediaWiki XML dump, or cut off after page {number}{where}: {error}; download it again"
         ) from error
+
+
+def _header(file: InputFile) -> tuple[str, str]:
+    """(what comes before the first page, encoding) of a dump."""
+    with open_bytes(file) as handle:
+        start = handle.read(_CHUNK)
+    declared = _DECLARED.search(start[:200])
+    encoding = declared[1].decode() if declared else "utf-8"
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        encoding = "utf-16"
+    try:
+        encoding = codecs.lookup(encoding).name
+        header = start.decode(encoding, "replace").partition("<page>")[0]
+    except LookupError as error:
+        raise CorpusError(f"{file.path}: declares the encoding {encoding!r}, which Python does not know") from error
+    if "<mediawiki" not in header:
+        raise CorpusError(
+            f"{file.path}: not a MediaWiki XML dump, or cut off after page 0: expected <mediawiki> in front of the first <page>"
+        )
+    return header, encoding
+
+
+def _chunks(part: FileRange) -> Iterator[tuple[bytes, bool]]:
+    """(bytes of the content, whether they are the part's own) from the start of a part to the end of the file."""
+    if part.file.compression == "bz2":
+        yield from _bzip2_chunks(part)
+        return
+    with open_bytes(part.file) as handle:
+        at = part.start
+        if at:
+            handle.seek(at)
+        while chunk := handle.read(_CHUNK if part.end is None or at >= part.end else min(_CHUNK, part.end - at)):
+            yield chunk, part.end is None or at < part.end
+            at += len(chunk)
+
+
+def _bzip2_chunks(part: FileRange) -> Iterator[tuple[bytes, bool]]:
+    """The content of the streams that begin in a part, and what follows."""
+    with open_stored(part.file) as handle:
+        at, held = _find_stream(handle, part)
+        if part.end is not None and at >= part.end:
+            return
+        taken = at + len(held)  # bytes of the file that were read; `at` is where the next stream begins
+        while held.startswith(b"BZh"):
+            own = part.end is None or at < part.end
+            stream = bz2.BZ2Decompressor()
+            while not stream.eof:
+                if stream.needs_input and not held:
+                    held = handle.read(_CHUNK)
+                    taken += len(held)
+                    if not held:
+                        raise CorpusError(
+                            f"{part.file.path}: damaged or truncated bz2 data: the last stream has no end"
+                        )
+                try:
+                    yield stream.decompress(held, max_length=_CHUNK), own
+                except OSError as error:
+                    raise CorpusError(f"{part.file.path}: damaged or truncated bz2 data: {error}") from error
+                held = b""
+            held = stream.unused_data
+            if len(held) < _STREAM_BYTES:
+                more = handle.read(_CHUNK)
+                held, taken = held + more, taken + len(more)
+            at = taken - len(held)
+
+
+def _find_stream(handle: IO[bytes], part: FileRange) -> tuple[int, bytes]:
+    """(offset of the first stream that begins in the part, the bytes from there that were read)."""
+    handle.seek(part.start)
+    held, base = b"", part.start
+    while (part.end is None or base < part.end) and (chunk := handle.read(_CHUNK)):
+        held += chunk
+        if found := _STREAM.search(held):
+            return base + found.start(), held[found.start() :]
+        kept = held[-_STREAM_BYTES:]
+        base, held = base + len(held) - len(kept), kept
+    return base, b""
+
+
+def _wide_chunks(file: InputFile, encoding: str) -> Iterator[tuple[bytes, bool]]:
+    with open_bytes(file) as handle:
+        text = io.TextIOWrapper(handle, encoding=encoding, newline="")
+        while chunk := text.read(_CHUNK):
+            yield chunk.encode("utf-8", "surrogatepass"), True
+
+
+def _pages(chunks: Iterator[tuple[bytes, bool]], counts: Counter[str], from_start: bool) -> Iterator[bytes]:
+    """The XML of each page whose tag begins in the part's own bytes.
+
+    Raises:
+        EOFError: the content ends inside a page.
+    """
+    held = b""
+    own = seen = 0  # bytes of `held` that are the part's own; those searched already
+    begun = -1  # where the page that is being read begins
+    for chunk, is_own in chunks:
+        held += chunk
+        own += len(chunk) if is_own else 0
+        while True:
+            if begun < 0:
+                begun = held.find(_PAGE, seen)
+                if begun < 0:
+                    seen = max(seen, len(held) - len(_PAGE) + 1)
+                    break
+                if begun >= own:
+                    return
+                seen = begun
+            end = held.find(_PAGE_END, seen)
+            if end < 0:
+                seen = max(seen, len(held) - len(_PAGE_END) + 1)
+                break
+            seen = end + len(_PAGE_END)
+            yield held[begun:seen]
+            begun = -1
+        if begun < 0 and not is_own and seen >= own:
+            return
+        kept = begun if begun >= 0 else max(0, min(seen, len(held) - _TAIL_BYTES))
+        held, own, seen, begun = held[kept:], max(0, own - kept), seen - kept, min(begun, 0)
+    if begun >= 0:
+        raise EOFError("the file ends inside a page")
+    # A part shorter than the tail may begin inside the closing tag.
+    if _END not in held and (len(held) >= _TAIL_BYTES or from_start):
+        counts["dumps_without_end"] += 1
 
 
 def _page_text(page: Any, prefixes: frozenset[str]) -> tuple[str, str]:
     """(prose, "") of a page, or ("", reason to drop it)."""
-    children = {child.tag.rpartition("}")[2]: child for child in page}
+    children = {child.tag: child for child in page}
     if "redirect" in children:
         return "", "redirect"
     if _child(page, "ns") not in ("", MAIN_NAMESPACE):
@@ -109,69 +217,11 @@ def _page_text(page: Any, prefixes: frozenset[str]) -> tuple[str, str]:
 
 def _child(element: Any, name: str) -> str:
     for child in element:
-        if child.tag.rpartition("}")[2] == name:
+        if child.tag == name:
             return child.text or ""
     return ""
 
 
-def _prefixes(namespaces: Any) -> frozenset[str]:
+def _prefixes(header: str) -> frozenset[str]:
     """Lower-case names, in the wiki's language, of the namespaces whose links are dropped."""
-    return frozenset((n.text or "").lower() for n in namespaces if n.get("key") in DROPPED_NAMESPACES and n.text)
-
-
-def prose(source: str, prefixes: frozenset[str] = _CANONICAL) -> str:
-    """The running text of wikitext: paragraphs divided by a blank line; "" where there is none.
-
-    Args:
-        source: wikitext.
-        prefixes: lower-case namespaces whose links show no text, such as "file".
-    """
-    code = mwparserfromhell.parse(source, skip_style_tags=True)
-    parts: list[str] = []
-    _collect(code.nodes, prefixes, parts)
-    paragraphs = (_paragraph(block) for block in _BLANK.split("".join(parts).replace("\r", "")))
-    return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
-
-
-def _collect(items: Any, prefixes: frozenset[str], parts: list[str]) -> None:
-    for node in items:
-        if isinstance(node, nodes.Text):
-            parts.append(str(node.value))
-        elif isinstance(node, nodes.Wikilink):
-            target = str(node.title)
-            if target.partition(":")[0].strip().lower() in prefixes or (node.text is None and _INTERWIKI.match(target)):
-                continue
-            _collect((node.text or node.title).nodes, prefixes, parts)
-        elif isinstance(node, nodes.ExternalLink):
-            if node.title is not None:
-                _collect(node.title.nodes, prefixes, parts)
-        elif isinstance(node, nodes.HTMLEntity):
-            parts.append(node.normalize())
-        elif isinstance(node, nodes.Tag):
-            _collect_tag(node, prefixes, parts)
-
-
-def _collect_tag(node: Any, prefixes: frozenset[str], parts: list[str]) -> None:
-    if node.wiki_markup in _LIST_MARKS:
-        parts.append(_LIST_ITEM)
-        return
-    name = str(node.tag).strip().lower()
-    if name in ("br", "hr"):
-        parts.append("\n")
-    elif name == "li":
-        parts.append("\n" + _LIST_ITEM)
-    elif not _DROPPED_TAG.fullmatch(name) and node.contents is not None:
-        _collect(node.contents.nodes, prefixes, parts)
-
-
-def _paragraph(block: str) -> str:
-    """One paragraph without lists, headings and the remains of broken tables."""
-    lines = []
-    for line in block.split("\n"):
-        line = line.strip()
-        if line and _LIST_ITEM not in line and line[0] not in "|!{}" and not _HEADING.match(line):
-            lines.append(line)
-    text = _STYLE.sub("", _SWITCH.sub("", " ".join(lines)))
-    text = _BEFORE.sub(r"\1", _HOLLOW.sub("", text))
-    text = _SPACE_BEFORE.sub(r"\1", _SPACES.sub(" ", text)).strip()
-    return text if any(character.isalnum() for character in text) else ""
+    return frozenset(name.lower() for key, name in _NAMESPACE.findall(header) if key in DROPPED_NAMESPACES and name)

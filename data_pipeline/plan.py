@@ -10,7 +10,7 @@ from data_pipeline.config import PipelineConfig
 from data_pipeline.corpus_files import InputFile
 from data_pipeline.execution import local_workers
 from data_pipeline.progress import BuildProgress
-from data_pipeline.readers import find_inputs
+from data_pipeline.readers import find_inputs, is_divisible
 
 TASK_MEGABYTES = 64
 """Text of one stage-1 task where `data.tasks` leaves it open."""
@@ -61,6 +61,13 @@ def print_plan(config: PipelineConfig, progress: BuildProgress) -> None:
     line(
         f"inputs: {len(inputs)} files, {_amount(sum(file.size for file in inputs))}, about {tokens / 1e6:.1f} M tokens"
     )
+    whole = [file for file in inputs if not is_divisible(config.corpus, file)]
+    if tasks > 1 and whole:
+        largest = max(whole, key=lambda file: file.size)
+        line(
+            f"{len(whole)} of them cannot be divided and are read by one task each, the largest is {largest.path} "
+            f"({_amount(largest.size)})"
+        )
     if data.tokens_from:
         line(f"stage 1: that of {source_dir}")
     else:

@@ -11,6 +11,7 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,7 +32,7 @@ from data_pipeline.corpus_files import (
     text_as_utf8,
 )
 from data_pipeline.embedded import FILE_NAME, materialise_embedded
-from data_pipeline.record_readers import RECORD_SOURCES, record_documents, without_gutenberg_frame
+from data_pipeline.record_readers import RECORD_SOURCES, divisible_records, record_documents, without_gutenberg_frame
 from data_pipeline.records import Document
 
 __all__ = ["CorpusError", "InputFile", "ReadStep", "find_inputs", "is_held_out", "read_documents"]
@@ -107,13 +108,13 @@ def read_documents(
         CorpusError: a file cannot be read, or holds undecodable bytes where `corpus.encoding_errors` is "strict".
     """
     counts = Counter() if counts is None else counts
+    # More ranges than tasks, so that tasks of unequal files come out about even.
+    ranges = cut(inputs, 1 if tasks == 1 else 4 * tasks, partial(is_divisible, corpus))
     if corpus.source in RECORD_SOURCES:
-        for file in _share(inputs, task, tasks):
-            yield from _whole_file(corpus, file, counts)
+        for part in _share(ranges, task, tasks):
+            yield from _records(corpus, part, counts)
         return
     wide = _wide(corpus.encoding)
-    # More ranges than tasks, so that tasks of unequal files come out about even.
-    ranges = cut(inputs, 1 if tasks == 1 else 4 * tasks, splittable=not wide)
     for part in ranges[task::tasks]:
         decoder = _Decoder(corpus, part.file, counts)
         with open_bytes(part.file) as handle:
@@ -124,25 +125,33 @@ def read_documents(
                 yield from _json_documents(lines, part, decoder, corpus)
 
 
-def _share(inputs: Sequence[InputFile], task: int, tasks: int) -> list[InputFile]:
-    """The files of one task: each goes, the largest first, to the task that has the least so far."""
+def is_divisible(corpus: CorpusConfig, file: InputFile) -> bool:
+    """Whether several tasks can read parts of a file; otherwise one task reads it whole."""
+    if corpus.source in RECORD_SOURCES:
+        return divisible_records(corpus.source, file)
+    return file.compression is None and not _wide(corpus.encoding)
+
+
+def _share(ranges: Sequence[FileRange], task: int, tasks: int) -> list[FileRange]:
+    """The parts of one task: each goes, the largest first, to the task that has the least so far."""
     loads = [(0, number) for number in range(tasks)]
     mine = []
-    for file in sorted(inputs, key=lambda file: (-file.size, file.path)):
+    sizes = {part: (part.file.size if part.end is None else part.end) - part.start for part in ranges}
+    for part in sorted(ranges, key=lambda part: (-sizes[part], part.file.path, part.start)):
         load, number = heapq.heappop(loads)
-        heapq.heappush(loads, (load + file.size + 1, number))
+        heapq.heappush(loads, (load + sizes[part] + 1, number))
         if number == task:
-            mine.append(file)
-    return sorted(mine, key=lambda file: file.path)
+            mine.append(part)
+    return sorted(mine, key=lambda part: (part.file.path, part.start))
 
 
-def _whole_file(corpus: CorpusConfig, file: InputFile, counts: Counter[str]) -> Iterator[Document]:
+def _records(corpus: CorpusConfig, part: FileRange, counts: Counter[str]) -> Iterator[Document]:
     strict = corpus.encoding_errors == "strict"
     before = _undecodable
     try:
-        yield from record_documents(corpus, file, counts, "strict" if strict else _COUNTING)
+        yield from record_documents(corpus, part, counts, "strict" if strict else _COUNTING)
     except UnicodeError as error:
-        raise CorpusError(_not_decodable(file, corpus.encoding, error)) from error
+        raise CorpusError(_not_decodable(part.file, corpus.encoding, error)) from error
     finally:
         counts["undecodable_bytes"] += _undecodable - before
 

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator
 from typing import IO, Any
 
 from data_pipeline.config import CorpusConfig
-from data_pipeline.corpus_files import CorpusError, InputFile, open_bytes
+from data_pipeline.corpus_files import CorpusError, FileRange, InputFile, open_bytes
 from data_pipeline.records import Document
 
 RECORD_SOURCES = frozenset({"file", "csv", "parquet", "wikitext", "mediawiki", "wet", "warc"})
-"""Values of `corpus.source` that this module reads. One file is read by one task."""
+"""Values of `corpus.source` that this module reads."""
 
 _PARQUET_ROWS = 1000
 # Lines of Project Gutenberg around the text of a book.
@@ -33,8 +33,15 @@ _SUBTITLE = re.compile(r"^ (?:= ){2,}.*(?:= )+$")
 _JOINED = re.compile(r" @([-,.])@ ")
 
 
-def record_documents(corpus: CorpusConfig, file: InputFile, counts: Counter[str], errors: str) -> Iterator[Document]:
-    """Documents of one file under `corpus.source`, one of `RECORD_SOURCES`.
+def divisible_records(source: str, file: InputFile) -> bool:
+    """Whether parts of a file can be read by several tasks: Parquet by its row groups, dumps by their pages."""
+    if file.limit is not None:
+        return False
+    return file.compression in {"parquet": (None,), "mediawiki": (None, "bz2")}.get(source, ())
+
+
+def record_documents(corpus: CorpusConfig, part: FileRange, counts: Counter[str], errors: str) -> Iterator[Document]:
+    """Documents of one file under `corpus.source`, one of `RECORD_SOURCES`, or of a part of it.
 
     With `corpus.max_megabytes` they end once the file's share of it is reached, measured in UTF-8 bytes of text.
 
@@ -46,35 +53,43 @@ def record_documents(corpus: CorpusConfig, file: InputFile, counts: Counter[str]
         CorpusError: the file is damaged, or of another format.
         UnicodeDecodeError: undecodable bytes, where `errors` is strict.
     """
-    left = file.limit
-    with open_bytes(file) as handle:
-        for document in _read(corpus, file, handle, counts, errors):
-            if left is not None and left <= 0:
-                return
-            yield document
-            if left is not None:
-                left -= len(document.text.encode("utf-8", "surrogatepass"))
+    left = part.file.limit
+    for document in _read(corpus, part, counts, errors):
+        if left is not None and left <= 0:
+            return
+        yield document
+        if left is not None:
+            left -= len(document.text.encode("utf-8", "surrogatepass"))
 
 
-def _read(
-    corpus: CorpusConfig, file: InputFile, handle: IO[bytes], counts: Counter[str], errors: str
-) -> Iterator[Document]:
-    # The libraries of the last formats are loaded by those who read them.
+def _read(corpus: CorpusConfig, part: FileRange, counts: Counter[str], errors: str) -> Iterator[Document]:
+    # The libraries of some formats are loaded by those who read them.
     if corpus.source == "mediawiki":
         from data_pipeline.mediawiki import dump_documents
 
-        return dump_documents(handle, file, counts)
+        yield from dump_documents(part, counts)
+        return
+    with open_bytes(part.file) as handle:
+        if corpus.source == "parquet":
+            rows = _parquet_rows(handle, part, corpus.text_key)
+            yield from _documents_of_rows(rows, corpus.text_key, part.file, counts)
+        else:
+            yield from _read_whole(corpus, part.file, handle, counts, errors)
+
+
+def _read_whole(
+    corpus: CorpusConfig, file: InputFile, handle: IO[bytes], counts: Counter[str], errors: str
+) -> Iterator[Document]:
     if corpus.source in ("wet", "warc"):
         from data_pipeline.web_archive import warc_documents, wet_documents
 
         return (wet_documents if corpus.source == "wet" else warc_documents)(handle, file, counts)
-    if corpus.source == "parquet":
-        return _rows(_parquet_rows(handle, file, corpus.text_key), corpus.text_key, file, counts)
     # A byte order mark is no text.
     encoding = "utf-8-sig" if codecs.lookup(corpus.encoding).name == "utf-8" else corpus.encoding
     if corpus.source == "csv":
         text = io.TextIOWrapper(handle, encoding=encoding, errors=errors, newline="")
-        return _rows(_csv_rows(text, file, corpus.text_key), corpus.text_key, file, counts)
+        rows = enumerate(_csv_rows(text, file, corpus.text_key))
+        return _documents_of_rows(rows, corpus.text_key, file, counts)
     text = io.TextIOWrapper(handle, encoding=encoding, errors=errors, newline="\n")
     if corpus.source == "wikitext":
         return _wikitext_documents(text, file, counts)
@@ -130,9 +145,11 @@ def _wikitext_documents(lines: Iterable[str], file: InputFile, counts: Counter[s
         title, held = line.strip(" ="), []
 
 
-def _rows(rows: Iterable[dict[str, Any]], key: str, file: InputFile, counts: Counter[str]) -> Iterator[Document]:
-    """One document a row with text in the column `key`; the other columns are its metadata."""
-    for number, row in enumerate(rows):
+def _documents_of_rows(
+    rows: Iterable[tuple[int, dict[str, Any]]], key: str, file: InputFile, counts: Counter[str]
+) -> Iterator[Document]:
+    """One document a numbered row with text in the column `key`; the other columns are its metadata."""
+    for number, row in rows:
         text = row.pop(key, None)
         if not isinstance(text, str) or not text.strip():
             counts["dropped:no_text"] += 1
@@ -152,17 +169,31 @@ def _csv_rows(text: IO[str], file: InputFile, key: str) -> Iterator[dict[str, An
         raise CorpusError(f"{file.path}: not a CSV file after line {rows.line_num}: {error}") from error
 
 
-def _parquet_rows(handle: IO[bytes], file: InputFile, key: str) -> Iterator[dict[str, Any]]:
+def _parquet_rows(handle: IO[bytes], part: FileRange, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number in the file, row) of the row groups that begin in a part."""
     import pyarrow.parquet as pq
     from pyarrow import ArrowException
 
     try:
         table = pq.ParquetFile(handle)
-        _require_column(key, table.schema_arrow.names, file)
-        for batch in table.iter_batches(batch_size=_PARQUET_ROWS):
-            yield from batch.to_pylist()
+        _require_column(key, table.schema_arrow.names, part.file)
+        number = 0
+        for group in range(table.num_row_groups):
+            about = table.metadata.row_group(group)
+            begins = _offset(about.column(0))
+            if begins < part.start or (part.end is not None and begins >= part.end):
+                number += about.num_rows
+                continue
+            for batch in table.iter_batches(batch_size=_PARQUET_ROWS, row_groups=[group]):
+                yield from enumerate(batch.to_pylist(), start=number)
+                number += len(batch)
     except ArrowException as error:
-        raise CorpusError(f"{file.path}: not a Parquet file, or damaged: {error}") from error
+        raise CorpusError(f"{part.file.path}: not a Parquet file, or damaged: {error}") from error
+
+
+def _offset(column: Any) -> int:
+    """First byte of a column of a row group in its file."""
+    return column.dictionary_page_offset if column.has_dictionary_page else column.data_page_offset
 
 
 def _require_column(key: str, columns: Iterable[str], file: InputFile) -> None:

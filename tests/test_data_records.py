@@ -14,8 +14,8 @@ import pytest
 import zstandard
 
 from data_pipeline.config import CorpusConfig
-from data_pipeline.mediawiki import prose
 from data_pipeline.readers import CorpusError, find_inputs, read_documents
+from data_pipeline.wikitext import prose
 
 
 def read(path: Path | str, source: str, counts: Counter[str] | None = None, tasks: int = 1, **settings):
