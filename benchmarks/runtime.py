@@ -7,6 +7,7 @@ the whole trainer: loader, agreement on stops, sums, metrics, watchdog. The two 
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -17,11 +18,14 @@ from kill_resume import write_data
 
 from cluster.world import World
 from pretrain import engine
+from pretrain import job as job_module
 from pretrain.config import TrainConfig
 from pretrain.encoder import BertForPreTraining
 from pretrain.engine import TrainEngine
+from pretrain.job import Job
 from pretrain.parameter_groups import parameter_groups
 from pretrain.run_data import RunData
+from pretrain.saving import Saver
 from pretrain.stops import StopRequest
 from pretrain.trainer import train
 
@@ -47,8 +51,13 @@ def main() -> None:
             ours.append(min(line["step_seconds"] for line in lines[1:]))
             waits.append(min(line["data_wait_share"] for line in lines[1:]))
         save, resume = save_and_resume_seconds(folder, config, world, device)
+        stalls = {background: save_stall_seconds(folder, world, background, quick) for background in (False, True)}
     print(f"waiting for data: {min(waits):.2%} of a step")
     print(f"save: {save * 1000:.0f} ms; load and first batch at step 100,000: {resume * 1000:.0f} ms")
+    for background, (stall, step) in stalls.items():
+        name = "in the background" if background else "that waits"
+        print(f"save {name}: training stands still for {stall * 1000:.1f} ms, then steps take {step * 1000:.0f} ms")
+    measure.report("save_stall", stalls[True][0] * 1000, "ms", stalls[False][0] * 1000, 0.05, higher_is_better=False)
     measure.report("loop_step", min(ours) * 1000, "ms", min(bare) * 1000, GOAL, higher_is_better=False)
     engine.stop_ranks()
 
@@ -95,6 +104,43 @@ def bare_step_seconds(config: TrainConfig, world: World, device: torch.device) -
                 deepspeed.step()
         best = min(best, (time.perf_counter() - started) / quarter) if begin else best
     return best
+
+
+def save_stall_seconds(folder: Path, world: World, background: bool, quick: bool) -> tuple[float, float]:
+    """Seconds that the loop spends in one save, all its stages together, and seconds of the steps between two saves.
+
+    Medians over the saves of a run, without the first, which has to find its memory, and the last, which is waited for. A
+    save that is not through when the next begins would be waited for as well, and counted.
+    """
+    every, saves = 4, 4 if quick else 9  # three stages, each agreed on after a step
+    tree = make_config(folder, folder / f"saves-{background}", every * saves).as_tree()
+    tree["model"] |= {"layers": 2 if quick else 4, "hidden": 512, "heads": 8, "intermediate": 2048}
+    tree["checkpoint"] |= {"every": every, "keep": 2, "asynchronous": background}
+    tree["train"] |= {"log_every": 1} | ({"global_batch": 8, "micro_batch": 8} if quick else {})
+    data = RunData(config := TrainConfig.model_validate(tree))
+    seconds: list[float] = []
+
+    class Timed(Saver):
+        """A saver that notes what each call takes; a new entry with each save."""
+
+        def save(self, job: Job) -> None:
+            started = time.perf_counter()
+            super().save(job)
+            seconds.append(time.perf_counter() - started)
+
+        def look(self, job: Job) -> None:
+            started, begun = time.perf_counter(), bool(seconds)
+            super().look(job)
+            if begun and background:  # where saves wait it is called from within `save`
+                seconds[-1] += time.perf_counter() - started
+
+    kept, job_module.Saver = job_module.Saver, Timed  # type: ignore[misc]
+    try:
+        train(data.model_config(), world, data, StopRequest())
+    finally:
+        job_module.Saver = kept  # type: ignore[misc]
+    lines = [json.loads(line) for line in (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()]
+    return statistics.median(seconds[1:-1]), statistics.median(line["step_seconds"] for line in lines[every:-1])
 
 
 def save_and_resume_seconds(
