@@ -4,9 +4,7 @@ of its encoder."""
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,16 +55,16 @@ class ModelSource:
             raise TaskError(f"{folder}: the tokenizer has {self.tokenizer.vocab_size} entries, the model {entries}")
 
     def _read_hugging_face(self) -> None:
-        from pretrain.hf_import import import_from_hf
+        from pretrain.hf_import import folder_fingerprint, import_from_hf
 
         self.tokenizer = import_tokenizer(self.folder, TokenizerConfig())
         self._encoder = import_from_hf(self.folder).model.encoder
-        weights = [path for path in sorted(self.folder.iterdir()) if path.suffix in (".safetensors", ".bin")]
-        self.fingerprint = _fingerprint([self.folder / "config.json", *weights])
+        self.fingerprint = folder_fingerprint(self.folder)
 
     def _read_checkpoint(self, tokenizer: Path | None) -> None:
         from pretrain.checkpoint import WEIGHTS, CheckpointError, resolve
         from pretrain.export import load_checkpoint_model
+        from pretrain.hf_import import files_fingerprint
 
         try:
             self.folder = resolve(self.folder)
@@ -80,7 +78,7 @@ class ModelSource:
         if self.tokenizer.fingerprint != state.tokenizer:
             raise TaskError(f"{self.folder}: trained with another vocabulary; name the right one with --tokenizer")
         settings = json.dumps(state.config["model"], sort_keys=True)
-        self.fingerprint = _fingerprint([self.folder / WEIGHTS], settings)
+        self.fingerprint = files_fingerprint([self.folder / WEIGHTS], settings)
 
     @property
     def max_positions(self) -> int:
@@ -110,13 +108,3 @@ def _with_bilstm(encoder: Encoder, layers: int) -> Encoder:
     new = {name: tensor for name, tensor in larger.state_dict().items() if name.startswith("bilstm.")}
     larger.load_state_dict(encoder.state_dict() | new)
     return larger
-
-
-def _fingerprint(paths: Sequence[Path], settings: str = "") -> str:
-    digest = hashlib.sha256(settings.encode())
-    for path in paths:
-        digest.update(path.name.encode())
-        with open(path, "rb") as handle:
-            while chunk := handle.read(1 << 22):
-                digest.update(chunk)
-    return digest.hexdigest()

@@ -1,7 +1,7 @@
 """`python -m pretrain.export --checkpoint RUN_OR_STEP --output DIR`: weights that `transformers` loads as they are.
 
 The folder is written aside, loaded back through `transformers` and compared with the model - ids and logits - before it
-gets its name.
+gets its name. Once it has been evaluated, the same command with `--scores EVAL_DIR` puts the task scores into its card.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from data_pipeline.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from pretrain.checkpoint import CheckpointError, TrainerState, load_model_weights, read_state, resolve
 from pretrain.encoder import BertForPreTraining
 from pretrain.hf_config import InterchangeError, model_class, to_hf_config
-from pretrain.model_card import model_card
+from pretrain.hf_import import folder_fingerprint
+from pretrain.model_card import model_card, read_scores
 from pretrain.model_config import EncoderConfig
 from pretrain.name_map import to_hf_tensors
 
@@ -83,9 +84,9 @@ def export_to_hf(
         _copy_tokenizer(Path(tokenizer_dir), temporary, config)
         difference = check_parity(model, tokenizer, temporary)
         facts = {"tokenizer": tokenizer.fingerprint, "largest_logit_difference": difference, **(record or {})}
+        facts["parameters"] = sum(tensor.numel() for tensor in to_hf_tensors(model.state_dict(), config).values())
         write_text(temporary / RECORD, json.dumps(facts, indent=1, sort_keys=True) + "\n")
-        parameters = sum(tensor.numel() for tensor in to_hf_tensors(model.state_dict(), config).values())
-        write_text(temporary / "README.md", model_card(config, parameters, facts, card or {}))
+        write_text(temporary / "README.md", model_card(config, facts, card or {}))
         for path in [*temporary.iterdir(), temporary]:
             _sync(path)
         if output.exists():
@@ -247,25 +248,43 @@ def _last_validation(step_dir: Path, step: int) -> dict[str, Any]:
     return found
 
 
-def _export_checkpoint(checkpoint: Path, output: Path, tokenizer_dir: Path | None) -> str:
+def _export_checkpoint(checkpoint: Path, output: Path, tokenizer_dir: Path | None, scores: Path | None) -> str:
     step_dir = resolve(checkpoint, report=lambda line: print(line, file=sys.stderr))
     state = read_state(step_dir)
     manifest = json.loads((step_dir / "manifest.json").read_text(encoding="utf-8"))
     weights = manifest["files"]["model.safetensors"]["sha256"]
     record = {"run_id": state.run_id, "step": state.step, "weights_sha256": weights, "data": state.data}
-    if (output / RECORD).is_file():
-        done = json.loads((output / RECORD).read_text(encoding="utf-8"))
-        if {**done, **record} == done and done.get("tokenizer") == state.tokenizer:
-            return f"{output}: step {state.step} is exported already"
-    model, state = load_checkpoint_model(step_dir)
-    folder = tokenizer_dir or Path(state.config["data"]["dir"]) / "tokenizer"
-    if load_tokenizer(folder).fingerprint != state.tokenizer:
-        raise InterchangeError(f"{folder}: not the vocabulary that the run was trained with; name it with --tokenizer")
     card = {"validation": _last_validation(step_dir, state.step), "config": state.config, "git": state.git}
-    export_to_hf(model, folder, output, record=record, card=card)
-    written = json.loads((output / RECORD).read_text(encoding="utf-8"))
-    difference = written["largest_logit_difference"]
-    return f"{output}: {model_class(model.config)} of step {state.step}, largest logit difference {difference:.1e}"
+    if _is_exported(output, record, state.tokenizer):
+        said = f"{output}: step {state.step} is exported already"
+    else:
+        model, state = load_checkpoint_model(step_dir)
+        folder = tokenizer_dir or Path(state.config["data"]["dir"]) / "tokenizer"
+        if load_tokenizer(folder).fingerprint != state.tokenizer:
+            raise InterchangeError(
+                f"{folder}: not the vocabulary that the run was trained with; name it with --tokenizer"
+            )
+        export_to_hf(model, folder, output, record=record, card=card)
+        difference = _read_record(output)["largest_logit_difference"]
+        said = f"{output}: {model_class(model.config)} of step {state.step}, largest logit difference {difference:.1e}"
+    if scores is not None:
+        found = read_scores(scores, folder_fingerprint(output))
+        config = validate(EncoderConfig, state.config["model"], step_dir)
+        write_text(output / "README.md", model_card(config, _read_record(output), {**card, "scores": found}))
+        said += f"; {len(found)} task scores on its card"
+    return said
+
+
+def _read_record(output: Path) -> dict[str, Any]:
+    return json.loads((output / RECORD).read_text(encoding="utf-8"))
+
+
+def _is_exported(output: Path, record: Mapping[str, Any], tokenizer: str) -> bool:
+    """Whether the folder holds just this: the same weights and vocabulary, written by a version that kept every fact."""
+    if not (output / RECORD).is_file():
+        return False
+    done = _read_record(output)
+    return {**done, **record} == done and done.get("tokenizer") == tokenizer and "parameters" in done
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -274,9 +293,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoint", required=True, type=Path, help="a run folder or one of its steps")
     parser.add_argument("--output", required=True, type=Path, help="folder to write")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer folder; default: the one the run was trained with")
+    parser.add_argument(
+        "--scores", type=Path, help="output folder of eval.run on this export: its scores join the card"
+    )
     parsed = parser.parse_args(arguments)
     try:
-        print(_export_checkpoint(parsed.checkpoint, parsed.output, parsed.tokenizer))
+        print(_export_checkpoint(parsed.checkpoint, parsed.output, parsed.tokenizer, parsed.scores))
     except (CheckpointError, ConfigError, InterchangeError, TokenizerError) as error:
         print(f"export: {error}", file=sys.stderr)
         return 2

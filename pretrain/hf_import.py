@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 from collections.abc import Sequence
@@ -75,6 +76,23 @@ def import_from_hf(directory: str | Path, **overrides: Any) -> ImportedModel:
         raise InterchangeError(f"{directory}: the weights lack {', '.join(lost)}")
     model.load_state_dict({**own, **state})
     return ImportedModel(config, model.float().eval(), missing + on_top, unused)
+
+
+def folder_fingerprint(directory: Path) -> str:
+    """sha256 (hex) over a Hugging Face folder's configuration and weights: what a score names its model by."""
+    weights = [path for path in sorted(directory.iterdir()) if path.suffix in (".safetensors", ".bin")]
+    return files_fingerprint([directory / "config.json", *weights])
+
+
+def files_fingerprint(paths: Sequence[Path], settings: str = "") -> str:
+    """sha256 (hex) over a text and the names and contents of files."""
+    digest = hashlib.sha256(settings.encode())
+    for path in paths:
+        digest.update(path.name.encode())
+        with open(path, "rb") as handle:
+            while chunk := handle.read(1 << 22):
+                digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,8 @@ from safetensors.torch import load_file, save_file
 from data_pipeline.tokenizer import load_tokenizer
 from data_pipeline.tokenizer_folder import Normalisation
 from data_pipeline.wordpiece import WordPieceTokenizer
-from pretrain import checkpoint
 from pretrain.encoder import BertForPreTraining
-from pretrain.export import RECORD, compare_logits, export_to_hf, main
+from pretrain.export import RECORD, compare_logits, export_to_hf
 from pretrain.fill_mask import fill_mask
 from pretrain.fill_mask import main as fill_mask_main
 from pretrain.hf_config import InterchangeError, model_class
@@ -180,56 +178,6 @@ def test_what_hugging_face_cannot_hold_is_refused(tmp_path):
     other = save_tokenizer(tmp_path / "other", padding_first=False)
     with pytest.raises(InterchangeError, match="padding id 1, the model was made for"):
         export_to_hf(model_for(tokenizer_dir), other, tmp_path / "export")
-
-
-def write_checkpoint(run: Path, model: BertForPreTraining, tokenizer_dir: Path, step: int) -> Path:
-    """A complete checkpoint as the trainer publishes it, without DeepSpeed's own files."""
-    root = run / "checkpoints"
-    folder = checkpoint.incomplete_folder(root, step)
-    folder.mkdir(parents=True)
-    save_file(model.state_dict(), folder / checkpoint.WEIGHTS)
-    state = checkpoint.TrainerState(
-        step=step,
-        skipped_steps=0,
-        skipped_in_a_row=0,
-        run_id="run",
-        loader={},
-        world_size=1,
-        zero_stage=1,
-        precision="fp32",
-        tokenizer=load_tokenizer(tokenizer_dir).fingerprint,
-        data="d" * 64,
-        git="abc",
-        config={"model": model.config.model_dump(mode="json"), "data": {"dir": str(tokenizer_dir.parent)}},
-    )
-    assert asdict(state)
-    checkpoint.write_state(folder, state)
-    return checkpoint.publish(root, step, checkpoint.file_records(folder))
-
-
-def test_command_exports_the_newest_checkpoint_and_reuses_what_is_done(tmp_path, capsys):
-    tokenizer_dir = save_tokenizer(tmp_path / "data" / "tokenizer")
-    model = model_for(tokenizer_dir)
-    run, output = tmp_path / "run", tmp_path / "export"
-    write_checkpoint(run, model, tokenizer_dir, 5)
-    with torch.no_grad():
-        model.mlm_head.bias += 1
-    write_checkpoint(run, model, tokenizer_dir, 20)
-    (run / "metrics.jsonl").write_text('{"kind": "validation", "step": 20, "mlm_accuracy": 0.4321}\n{broken\n')
-    command = ["--checkpoint", str(run), "--output", str(output)]
-    assert main(command) == 0
-    assert "BertForPreTraining of step 20" in capsys.readouterr().out
-    assert "0.4321" in (output / "README.md").read_text()
-    back = import_from_hf(output, pad_vocab_to=8)
-    assert torch.equal(back.model.mlm_head.bias[:19], model.mlm_head.bias[:19])
-    before = {path.name: path.stat().st_mtime_ns for path in output.iterdir()}
-    assert main(command) == 0
-    assert "exported already" in capsys.readouterr().out
-    assert before == {path.name: path.stat().st_mtime_ns for path in output.iterdir()}
-    assert main(["--checkpoint", str(run / "checkpoints" / "step-000000005"), "--output", str(output)]) == 0
-    assert json.loads((output / RECORD).read_text())["step"] == 5
-    assert main(["--checkpoint", str(tmp_path / "nothing"), "--output", str(output)]) == 2
-    assert "no complete checkpoint" in capsys.readouterr().err
 
 
 def test_real_weights_give_the_reference_outputs(shared_data):
