@@ -18,6 +18,7 @@ from eval.model import TaskModel
 from eval.packing import build_batch
 from eval.problems import Problem
 from eval.tasks import Recipe
+from eval.word_rows import RowsInUse
 from pretrain.config import ScheduleConfig
 from pretrain.encoder import Encoder
 from pretrain.parameter_groups import parameter_groups
@@ -84,6 +85,8 @@ def finetune(
     Raises:
         TaskError: features that the encoder does not have.
     """
+    words = None if features else RowsInUse(encoder, problem.encoded)
+    encoded = problem.encoded if words is None else words.encoded
     torch.manual_seed(seed)
     model: TaskModel | FeatureModel = (
         FeatureModel(encoder, problem.outputs, features)
@@ -97,7 +100,7 @@ def finetune(
     steps = total_steps(len(problem), recipe)
     schedule = ScheduleConfig(shape="linear", warmup_steps=int(steps * recipe.warmup))
     result = Finetuned(model=model)
-    tokens, examples, start = 0, 0, time.perf_counter()
+    tokens, examples, decay, start = 0, 0, 1.0, time.perf_counter()
     console = Console(file=sys.stderr)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
@@ -108,8 +111,9 @@ def finetune(
                     len(result.losses) + 1, peak=recipe.learning_rate, total_steps=steps, schedule=schedule
                 )
                 rows = problem.rows(units)
-                batch = build_batch(problem.encoded, rows).to(device)
+                batch = build_batch(encoded, rows).to(device)
                 result.losses.append(_step(model, optimizer, problem, units, batch, rate, recipe.clip))
+                decay *= 1.0 - rate * recipe.weight_decay
                 tokens, examples = tokens + batch.tokens, examples + len(units)
                 progress.update(bar, advance=1, description=f"{label}  loss {result.losses[-1]:.3f}")
                 if not math.isfinite(result.losses[-1]):
@@ -120,6 +124,8 @@ def finetune(
                 break
     result.seconds = time.perf_counter() - start
     result.examples_per_second, result.tokens_per_second = examples / result.seconds, tokens / result.seconds
+    if words is not None:
+        words.put_back(decay)
     model.eval()
     return result
 

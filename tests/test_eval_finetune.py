@@ -127,6 +127,13 @@ def test_same_losses_as_plain_transformers_code(source: ModelSource, tiny_folder
             losses.append(loss.item())
     assert encoded.truncated > 0 and max(losses[:20]) > min(losses[:20]) + 0.1
     assert ours.losses[:20] == pytest.approx(losses[:20], abs=1e-4)
+    # Words that no example holds only decay; theirs went through the optimizer.
+    expected = peer.bert.embeddings.word_embeddings.weight.detach()
+    table, before = ours.model.encoder.embeddings.word.weight.detach(), source.encoder().embeddings.word.weight.detach()
+    unused = np.setdiff1d(np.arange(len(expected)), encoded.ids)
+    assert len(unused) > 0 and not torch.allclose(before[unused], expected[unused], rtol=2e-5, atol=0)
+    torch.testing.assert_close(table[unused], expected[unused], rtol=1e-6, atol=0)
+    torch.testing.assert_close(table, expected, rtol=0, atol=2e-4)
 
 
 def test_r32_regression_loss_and_a_last_batch_of_one(source: ModelSource) -> None:
