@@ -15,7 +15,6 @@ Legend: `T` tokens, `P` predictions, `W` width of the table, `V` vocabulary entr
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +26,7 @@ from pretrain.encoder import BertForPreTraining
 from pretrain.heads import PretrainingLosses
 from pretrain.hf_config import InterchangeError
 from pretrain.hf_import import check_tokens, import_from_hf
+from pretrain.linear_cross_entropy import sliced_loss
 
 
 class DistillationObjective(nn.Module):
@@ -105,59 +105,6 @@ def _states(model: BertForPreTraining, batch: Batch) -> torch.Tensor:
     )
 
 
-class _SoftCrossEntropy(torch.autograd.Function):
-    """A slice of both logits at a time, as in linear_cross_entropy.py: neither T x V matrix ever exists.
-
-    With p and q the teacher's and student's distributions at temperature t, the sum of t^2 KL(p || q) has the gradient
-    t (q - p) in the student's logits.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_TW: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        target: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        temperature: float,
-        rows: tuple[int, int],
-    ) -> torch.Tensor:
-        entries, chunk = rows
-        target_TW, target_weight, target_bias = target
-        total = hidden_TW.new_zeros((), dtype=torch.float32)
-        grad_hidden = torch.empty_like(hidden_TW)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32)
-        for start in range(0, len(hidden_TW), chunk):
-            part = slice(start, start + chunk)
-            own = torch.addmm(bias[:entries], hidden_TW[part], weight[:entries].t()).float() / temperature
-            theirs = torch.addmm(target_bias[:entries], target_TW[part], target_weight[:entries].t()).float()
-            own_log, target_log = own.log_softmax(1), (theirs / temperature).log_softmax(1)
-            target_share = target_log.exp()
-            total += temperature**2 * (target_share * (target_log - own_log)).sum()
-            gradient = own_log.exp_().sub_(target_share).mul_(temperature)
-            grad_bias[:entries] += gradient.sum(0)
-            gradient = gradient.to(hidden_TW.dtype)
-            grad_hidden[part] = gradient @ weight[:entries]
-            grad_weight[:entries] += gradient.t() @ hidden_TW[part]
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
-        ctx.dtypes = weight.dtype, bias.dtype
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        scale, (grad_hidden, grad_weight, grad_bias) = gradients[0], ctx.saved_tensors
-        weight_dtype, bias_dtype = ctx.dtypes
-        return (
-            grad_hidden.mul_(scale.to(grad_hidden.dtype)),
-            grad_weight.mul_(scale).to(weight_dtype),
-            grad_bias.mul_(scale).to(bias_dtype),
-            None,
-            None,
-            None,
-        )
-
-
 def soft_cross_entropy(
     hidden_TW: torch.Tensor,
     student: BertForPreTraining,
@@ -165,15 +112,28 @@ def soft_cross_entropy(
     teacher: BertForPreTraining,
     temperature: float,
 ) -> torch.Tensor:
-    """Sum over tokens of t^2 KL(teacher || student) over the vocabulary at temperature t.
+    """Sum over tokens of t^2 KL(teacher || student) over the vocabulary at temperature t; no T x V matrix ever exists.
+
+    With p and q the teacher's and student's distributions, it has the gradient t (q - p) in the student's logits.
 
     Args:
         hidden_TW: `student.mlm_head.hidden` of its states; differentiable, as are the student's table and bias.
         target_TW: the teacher's, without gradient.
     """
-    target = (target_TW, teacher.word_embedding, teacher.mlm_head.bias)
-    rows = (student.config.vocab_size, student.config.head_chunk)
-    return _SoftCrossEntropy.apply(hidden_TW, student.word_embedding, student.mlm_head.bias, target, temperature, rows)
+    entries = student.config.vocab_size
+    table, bias = teacher.word_embedding[:entries], teacher.mlm_head.bias[:entries]
+
+    def divergence(logits: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        own_log = logits.div_(temperature).log_softmax(1)
+        theirs = torch.addmm(bias, target_TW[part], table.t()).float().div_(temperature)
+        target_log = theirs.log_softmax(1)
+        target_share = target_log.exp()
+        total = temperature**2 * (target_share * (target_log - own_log)).sum()
+        torch.sub(own_log.exp_(), target_share, out=logits).mul_(temperature)
+        return total, torch.zeros((), dtype=torch.int64, device=logits.device)
+
+    head = student.mlm_head
+    return sliced_loss(hidden_TW, student.word_embedding, head.bias, divergence, entries, student.config.head_chunk)[0]
 
 
 def load_teacher(config: DistillationConfig, student: BertForPreTraining, tokens: list[str]) -> BertForPreTraining:

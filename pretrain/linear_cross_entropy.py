@@ -1,28 +1,33 @@
-"""Vocabulary product and cross entropy in one step, a slice of the predictions at a time.
+"""Vocabulary product and a loss of its logits in one step, a slice of the predictions at a time.
 
 The logits of BERT-base at 4,096 tokens with every position predicted would be 500 MB, and autograd would hold two of
 them. Here a slice of logits is turned into its own gradient in place and multiplied into the gradients of weight and
-input at once, so no more than one slice lives; the backward pass only scales. The sum of cross entropies is linear in
-the incoming gradient, which makes that exact.
+input at once, so no more than one slice lives; the backward pass only scales. A sum of losses is linear in the incoming
+gradient, which makes that exact.
 
 Legend: `P` predictions, `V` rows of the table, `W` width of the table.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+SliceLoss = Callable[[torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor]]
+"""From the fp32 logits of some predictions, and which these are, to the sum of their losses and the number of right ones;
+the logits become their own gradient."""
 
-class _LinearCrossEntropy(torch.autograd.Function):
+
+class _SlicedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         hidden_PW: torch.Tensor,
         weight_VW: torch.Tensor,
         bias_V: torch.Tensor,
-        labels_P: torch.Tensor,
+        loss_of: SliceLoss,
         vocab_size: int,
         chunk: int,
         wanted: bool,
@@ -34,23 +39,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Sums over many predictions stay in fp32 also where the weights are half precision.
         grad_weight = torch.zeros_like(weight_VW, dtype=torch.float32) if wanted else None
         grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if wanted else None
-        slices = max(1, -(-len(labels_P) // chunk))
-        for hidden, labels, rows in zip(
-            hidden_PW.tensor_split(slices),
-            labels_P.tensor_split(slices),
-            torch.arange(len(labels_P)).tensor_split(slices),
-            strict=True,
-        ):
-            if not len(rows):
-                continue
+        slices = max(1, -(-len(hidden_PW) // chunk))
+        rows = max(1, -(-len(hidden_PW) // slices))
+        for start in range(0, len(hidden_PW), rows):
+            part = slice(start, start + rows)
+            hidden = hidden_PW[part]
             logits = torch.addmm(bias, hidden, weight.t()).float()
-            loss, hits = _softmax_in_place(logits, labels)
+            loss, hits = loss_of(logits, part)
             loss_sum += loss
             correct += hits
             if grad_hidden is not None and grad_weight is not None and grad_bias is not None:
-                logits[torch.arange(len(labels), device=labels.device), labels] -= 1.0
                 gradient = logits.to(hidden.dtype)
-                torch.mm(gradient, weight, out=grad_hidden[rows[0] : rows[-1] + 1])
+                torch.mm(gradient, weight, out=grad_hidden[part])
                 if grad_weight.dtype == hidden.dtype:
                     grad_weight[:vocab_size].addmm_(gradient.t(), hidden)
                 else:
@@ -79,6 +79,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
 
 
+def sliced_loss(
+    hidden_PW: torch.Tensor,
+    weight_VW: torch.Tensor,
+    bias_V: torch.Tensor,
+    loss_of: SliceLoss,
+    vocab_size: int,
+    chunk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of a loss over `hidden @ weight.T + bias` without the logits matrix, and how many predictions are right.
+
+    Args:
+        hidden_PW: what the table is multiplied with.
+        weight_VW: the embedding table, padding rows included.
+        bias_V: one for each row.
+        loss_of: the loss of a slice of logits and its gradient.
+        vocab_size: rows that are real; those after it take no part.
+        chunk: predictions of one slice.
+
+    Returns:
+        loss sum (fp32 scalar, differentiable) and correct count (int64 scalar).
+    """
+    wanted = torch.is_grad_enabled() and (hidden_PW.requires_grad or weight_VW.requires_grad)
+    return _SlicedLoss.apply(hidden_PW, weight_VW, bias_V, loss_of, vocab_size, chunk, wanted)
+
+
 def _softmax_in_place(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn (P, V) fp32 logits into probabilities; return the sum of cross entropies and the number predicted right."""
     target = logits.gather(1, labels[:, None]).squeeze(1)
@@ -102,19 +127,16 @@ def linear_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of cross entropies of `hidden @ weight.T + bias` against the labels, and how many predictions are right.
 
-    Args:
-        hidden_PW: what the table is multiplied with.
-        weight_VW: the embedding table, padding rows included.
-        bias_V: one for each row.
-        labels_P: int64 true ids, below `vocab_size`.
-        vocab_size: rows that are real; those after it take no part.
-        chunk: predictions of one slice.
-
-    Returns:
-        loss sum (fp32 scalar, differentiable) and correct count (int64 scalar).
+    Arguments and results as `sliced_loss`; `labels_P` are the true ids, int64, below `vocab_size`.
     """
-    wanted = torch.is_grad_enabled() and (hidden_PW.requires_grad or weight_VW.requires_grad)
-    return _LinearCrossEntropy.apply(hidden_PW, weight_VW, bias_V, labels_P, vocab_size, chunk, wanted)
+
+    def cross_entropy(logits: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        labels = labels_P[part]
+        loss, hits = _softmax_in_place(logits, labels)
+        logits[torch.arange(len(labels), device=labels.device), labels] -= 1.0
+        return loss, hits
+
+    return sliced_loss(hidden_PW, weight_VW, bias_V, cross_entropy, vocab_size, chunk)
 
 
 def liger_cross_entropy(
