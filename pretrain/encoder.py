@@ -121,7 +121,9 @@ class Encoder(nn.Module):
         x_TD, plan, angles = self._begin(input_ids_T, segment_ids_T, position_ids_T, cu_seqlens, max_seqlen)
         for number in range(self.config.layers - 1):
             x_TD = self._layer(number, x_TD, plan, angles)
-        return last_layer_of_first_tokens(self.layers[-1], x_TD, cu_seqlens, max_seqlen)
+        last = self.layers[-1]
+        assert isinstance(last, EncoderLayer)
+        return last_layer_of_first_tokens(last, x_TD, cu_seqlens, max_seqlen)
 
     def _begin(
         self,
