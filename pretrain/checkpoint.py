@@ -65,6 +65,8 @@ class TrainerState:
     mlflow_run_id: str = ""
     skipped_before_phase: int = 0
     """Of the skipped steps, those before the current phase."""
+    seconds_used: float = 0.0
+    """Of training, for `schedule.budget_hours`."""
     held_out_loss: float | None = None
     """MLM loss on the held-out examples, where this step was validated; "nan" is stored as null."""
     schema: int = SCHEMA

@@ -92,6 +92,8 @@ class ScheduleConfig(StrictModel):
     warmup_shape: Literal["linear", "polynomial"] = "linear"
     warmup_power: float = Field(default=1.0, gt=0)
     """Exponent of the polynomial warm-up."""
+    warmup_from: float = Field(default=0.0, ge=0, lt=1)
+    """The warm-up begins at this share of the peak."""
     power: float = Field(default=1.0, gt=0)
     """Exponent of the polynomial shape, and of the decay that ends warmup_stable_decay."""
     final_ratio: float = Field(default=0.0, ge=0, le=1)
@@ -107,6 +109,16 @@ class ScheduleConfig(StrictModel):
     """warmup_stable_decay: (1 - q) ** power or 1 - sqrt(q)."""
     staircase: bool = False
     """exponential: the rate changes only every `decay_steps` updates."""
+    budget_hours: float = Field(default=0.0, ge=0)
+    """The rate follows the share of this training time that is used, and the run is complete when all is, or after
+    `train.steps`; 0: it follows the steps."""
+    warmup_share: float = Field(default=0.0, ge=0, lt=1)
+    """With `budget_hours`, instead of `warmup_steps`: share of the time that the warm-up takes."""
+
+    @property
+    def budget_seconds(self) -> float:
+        """`budget_hours` in seconds."""
+        return 3600 * self.budget_hours
 
     @property
     def decay_at_end(self) -> int:
@@ -121,6 +133,18 @@ class ScheduleConfig(StrictModel):
             raise ValueError(f"key 'schedule.decay_steps': {wanted} for schedule.shape={self.shape}")
         if self.warmup_power != 1 and self.warmup_shape != "polynomial":
             raise ValueError("key 'schedule.warmup_power': only for schedule.warmup_shape=polynomial")
+        return self
+
+    @model_validator(mode="after")
+    def _steps_or_time(self) -> Self:
+        if self.budget_hours and self.warmup_steps:
+            raise ValueError(
+                "key 'schedule.warmup_steps': with schedule.budget_hours set schedule.warmup_share instead"
+            )
+        if self.budget_hours and self.shape in ("exponential", "warmup_stable_decay"):
+            raise ValueError(f"key 'schedule.budget_hours': schedule.shape={self.shape} counts steps; choose another")
+        if self.warmup_share and not self.budget_hours:
+            raise ValueError("key 'schedule.warmup_share': only with schedule.budget_hours")
         return self
 
 
@@ -165,6 +189,8 @@ class PhaseConfig(StrictModel):
     def _schedule_fits(self) -> Self:
         if self.schedule is not None and self.schedule.warmup_steps + self.schedule.decay_at_end >= self.steps:
             raise ValueError(f"key 'phases.schedule': warm-up and decay do not fit into {self.steps} steps")
+        if self.schedule is not None and self.schedule.budget_hours:
+            raise ValueError("key 'phases.schedule.budget_hours': a time budget is the whole run's, in [schedule]")
         return self
 
 

@@ -42,6 +42,7 @@ from pretrain.deepspeed_config import deepspeed_config, precision, zero_stage
 from pretrain.held_files import HeldFiles
 from pretrain.host_copy import HostCopies, HostCopy
 from pretrain.optimizer import build_optimizer
+from pretrain.stopwatch import Stopwatch
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 import deepspeed
@@ -76,12 +77,16 @@ class StepResult:
             counts, so that their sum over ranks is the optimised loss.
         stop: some rank asked for a stop before this step.
         busy: some rank's `busy` was true before this step.
+        seconds_used: of training, before this step, by rank 0's clock.
+        forward: this rank's forward passes: what it does without waiting for others, except under ZeRO-3.
     """
 
     applied: bool
     norm: torch.Tensor | float
     sums: torch.Tensor
     stop: bool
+    seconds_used: float
+    forward: Stopwatch
     busy: bool = False
 
     @property
@@ -219,7 +224,14 @@ class TrainEngine:
         return [group["lr"] for group in self._engine.optimizer.param_groups]
 
     def step(
-        self, micro_batches: Sequence[Batch], *, number: int, lr: float, stop: bool = False, busy: bool = False
+        self,
+        micro_batches: Sequence[Batch],
+        *,
+        number: int,
+        lr: float,
+        stop: bool = False,
+        busy: bool = False,
+        seconds_used: float = 0.0,
     ) -> StepResult:
         """One optimizer step over this rank's micro-batches.
 
@@ -229,6 +241,7 @@ class TrainEngine:
             lr: the rate of this step.
             stop: this rank asks all ranks to stop after this step.
             busy: this rank is still writing a checkpoint.
+            seconds_used: of training so far; rank 0's value counts.
 
         Raises:
             ValueError: another number of micro-batches.
@@ -236,7 +249,7 @@ class TrainEngine:
         if len(micro_batches) != self.accumulation:
             raise ValueError(f"expected {self.accumulation} micro-batches a step, got {len(micro_batches)}")
         local = np.sum([_counts(batch) for batch in micro_batches], axis=0)
-        shared = self._send([*local[:3], float(stop), float(busy)])
+        shared = self._send([*local[:3], float(stop), float(busy), 0.0 if self.world.rank else seconds_used])
         dist.all_reduce(shared)
         asked = HostCopy(shared[3:])
         counts = shared[:3].clamp(min=1)
@@ -244,11 +257,12 @@ class TrainEngine:
         self._set_rate(lr)
         self._engine.train()
         sums = torch.zeros(5, dtype=torch.float64, device=self.device)
-        applied = True
+        applied, forward = True, Stopwatch(self.device)
         norm: torch.Tensor | float = 0.0
         for micro, batch in enumerate(micro_batches):
             torch.manual_seed(seed_of(self.config.seed, number, self.world.rank, micro))
-            loss, parts = self._engine(batch.to(self.device, non_blocking=True), weights)
+            with forward:
+                loss, parts = self._engine(batch.to(self.device, non_blocking=True), weights)
             self._engine.backward(loss)
             sums += parts
             if micro + 1 < len(micro_batches):
@@ -257,9 +271,10 @@ class TrainEngine:
                 applied, norm = self._update()
         sums[:2] /= counts[:2]
         sums[2] /= self.world.size * self.accumulation  # the objective has divided it by its count
-        stops, busy_ranks = asked.read()
+        stops, busy_ranks, used = asked.read()
+        flags = {"applied": applied, "stop": stops > 0, "busy": busy_ranks > 0}
         sums = torch.cat([sums, self._send(local)])
-        return StepResult(applied=applied, norm=norm, sums=sums, stop=stops > 0, busy=busy_ranks > 0)
+        return StepResult(norm=norm, sums=sums, seconds_used=used, forward=forward, **flags)
 
     def _send(self, values: Sequence[float] | np.ndarray) -> torch.Tensor:
         """Numbers as float64 on the device, without waiting for it."""

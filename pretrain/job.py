@@ -25,13 +25,14 @@ from pretrain.saving import Saver
 from pretrain.snapshot import Progress, find, resume
 from pretrain.starting_weights import starting_model, teaching_objective
 from pretrain.stops import StopRequest
+from pretrain.system_metrics import SystemMetrics
 from pretrain.tracking import MetricsFile, MlflowForwarder
 from pretrain.watchdog import Watchdog
 
 
 @dataclass(kw_only=True)
 class Job:
-    """Everything one rank needs until the job ends; `metrics` and `forwarder` exist on rank 0 only."""
+    """Everything one rank needs until the job ends; `metrics`, `forwarder` and `system` exist on rank 0 only."""
 
     config: TrainConfig
     phase: Phase
@@ -46,9 +47,12 @@ class Job:
     saver: Saver
     metrics: MetricsFile | None = None
     forwarder: MlflowForwarder | None = None
+    system: SystemMetrics | None = None
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record to metrics.jsonl and show it."""
+        if self.system is not None and record["kind"] == "train" and (system := self.system.read()):
+            record = {**record, "system": system}
         if self.metrics is not None:
             self.metrics.write(record)
         if self.forwarder is not None:
@@ -119,6 +123,7 @@ def prepare(config: TrainConfig, world: World, data: RunData, stop: StopRequest,
         folder.add_start(step=progress.step, world_size=world.size)
         folder.update(parameters=parameters)
         job.metrics = MetricsFile(folder.metrics, after_step=progress.step)
+        job.system = SystemMetrics(folder.path, device)
         job.forwarder = start_tracking(whole, folder)
     return job
 

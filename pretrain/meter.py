@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,10 @@ import torch
 
 from pretrain.collectives import all_sum
 from pretrain.engine import SUMS, StepResult, TrainEngine
+from pretrain.stopwatch import Stopwatch
 from pretrain.telemetry import Peak, memory_megabytes, training_flops
+
+_QUANTILES = {"p50": 0.5, "p95": 0.95, "max": 1.0}
 
 
 class Meter:
@@ -34,6 +38,7 @@ class Meter:
         self._last: StepResult | None = None
         self._begin = self._step_began = time.perf_counter()
         self._durations: list[float] = []
+        self._forwards: list[Stopwatch] = []
 
     def add(self, result: StepResult, *, waited: float) -> None:
         """Count one step; `waited` seconds of it passed until its data was there."""
@@ -43,6 +48,7 @@ class Meter:
         self._step_began = now
         self._waited += waited
         self._attempted += result.sums[-2:]
+        self._forwards.append(result.forward)
         self._last = result
         if result.applied:
             self._applied += 1
@@ -56,14 +62,16 @@ class Meter:
     def record(self, *, step: int, lr: float, skipped_steps: int) -> dict[str, Any]:
         """A "train" line of metrics.jsonl, see docs/design.md; the next interval begins. Every rank calls this.
 
-        Losses are means over the interval's applied steps of the loss that was optimised.
+        Losses are means over the interval's applied steps of the loss that was optimised. This is the interval's one wait for
+        the device, and its one exchange with other ranks beside training itself.
         """
         assert self._last is not None
         seconds = max(time.perf_counter() - self._begin - self._excluded, 1e-9)
-        extra = torch.tensor([self._waited / seconds], dtype=torch.float64, device=self._engine.device)
+        own = [self._waited / seconds, *self._by_rank()]
+        extra = torch.tensor(own, dtype=torch.float64, device=self._engine.device)
         shared = all_sum(torch.cat([self._sums, self._attempted, extra])).tolist()
         total = dict(zip(SUMS, shared, strict=False))
-        tokens, examples, waited = shared[len(SUMS) :]
+        tokens, examples, waited, *by_rank = shared[len(SUMS) :]
         mean = {name: total[name] / self._applied if self._applied else math.nan for name in SUMS[:3]}
         pairs = total["pairs"]
         ranks = self._engine.world.size
@@ -85,7 +93,8 @@ class Meter:
             "tokens_per_second": tokens / seconds,
             "examples_per_second": examples / seconds,
             "step_seconds": seconds / self._steps,
-            "step_seconds_p95": float(np.quantile(self._durations, 0.95)),
+            **{f"step_seconds_{name}": float(np.quantile(self._durations, q)) for name, q in _QUANTILES.items()},
+            **straggler(by_rank),
             "data_wait_share": waited / ranks,
             "mfu": flops / seconds / (self._peak.flops * ranks),
             "memory_mb": memory_megabytes(self._engine.device),
@@ -95,3 +104,25 @@ class Meter:
             record["distillation_loss"] = mean["extra_loss"]
         self._reset()
         return record
+
+    def _by_rank(self) -> list[float]:
+        """Seconds a step that this rank needs for itself, in its place among all ranks: waiting for data, forward passes.
+
+        All ranks leave a step together, so their whole steps are equally long; these parts wait for no other rank.
+        """
+        own = [0.0] * self._engine.world.size
+        forward = sum(stopwatch.seconds() for stopwatch in self._forwards)
+        own[self._engine.world.rank] = (self._waited + forward) / self._steps
+        return own
+
+
+def straggler(seconds: Sequence[float]) -> dict[str, float | int | None]:
+    """Which rank the others wait for: the one that needs most time for itself, and how many times the median that is.
+
+    Args:
+        seconds: of each rank. One rank alone has nobody to wait for it.
+    """
+    if len(seconds) < 2:
+        return {"straggler_rank": None, "straggler_ratio": None}
+    slowest = int(np.argmax(seconds))
+    return {"straggler_rank": slowest, "straggler_ratio": seconds[slowest] / max(float(np.median(seconds)), 1e-9)}

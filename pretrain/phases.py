@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pretrain.config import TrainConfig
-from pretrain.schedule import learning_rate
+from pretrain.schedule import learning_rate, rate_in_time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +31,18 @@ class Phase:
     own_schedule: bool
     continues_data: bool
 
-    def rate(self, step: int, *, skipped: int, skipped_before: int) -> float:
+    def rate(self, step: int, *, skipped: int, skipped_before: int, seconds_used: float = 0.0) -> float:
         """The learning rate of a step.
 
         Args:
             step: of the run, from 1.
             skipped: steps of the run so far whose gradient was not finite.
             skipped_before: of these, those before this phase.
+            seconds_used: of the time budget, where there is one.
         """
         config = self.config
+        if config.schedule.budget_hours:
+            return rate_in_time(seconds_used, peak=config.optimizer.lr, schedule=config.schedule)
         update, total = step - skipped, config.train.steps
         if self.own_schedule:
             update, total = step - self.start - (skipped - skipped_before), self.end - self.start

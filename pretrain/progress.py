@@ -55,10 +55,14 @@ class ProgressDisplay:
     def train(self, record: Mapping[str, Any]) -> None:
         """Show one line of training metrics."""
         seconds = (self._total - record["step"]) * record["step_seconds"]
+        if "budget_seconds_left" in record:
+            seconds = min(seconds, max(record["budget_seconds_left"], 0.0))
         note = (
             f"loss {_number(record['loss'])}  mlm {_number(record['mlm_accuracy'], 3)}  lr {record['lr']:.2e}  "
             f"{record['tokens_per_second']:,.0f} tokens/s"
         )
+        if record.get("straggler_rank") is not None:
+            note += f"  slowest rank {record['straggler_rank']} x{record['straggler_ratio']:.2f}"
         if record["skipped_steps"]:
             note += f"  skipped {record['skipped_steps']}"
         if self._bar:

@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         done = _finished(config)
         if done and not options.dry_run:
             if world.rank == 0:
-                print(f"complete: {config.train.steps} steps, {done}; nothing to do", flush=True)
+                print(f"complete: {checkpoint.step_of(done)} steps, {done}; nothing to do", flush=True)
                 told = send_rest(config)
                 if told:
                     print(told, flush=True)
@@ -95,14 +95,17 @@ def _run(config: TrainConfig, world: World, *, dry_run: bool) -> int:
 
 
 def _finished(config: TrainConfig) -> Path | None:
-    """The checkpoint of the last step, where this run has one."""
-    folder = Path(config.run.dir) / "checkpoints" / checkpoint.step_name(config.train.steps)
+    """The checkpoint of the last step, or of the end of the time budget, where this run has one."""
+    root, budget = Path(config.run.dir) / "checkpoints", config.schedule.budget_seconds
+    folder = root / checkpoint.step_name(config.train.steps)
+    if budget:
+        folder = next(reversed(checkpoint.list_steps(root)), folder)
     try:
         checkpoint.verify(folder, hashes=False)
         state = checkpoint.read_state(folder)
     except checkpoint.CheckpointError:
         return None
-    return folder if state.step == config.train.steps else None
+    return folder if state.step == config.train.steps or 0 < budget <= state.seconds_used else None
 
 
 def _crash() -> NoReturn:

@@ -25,6 +25,8 @@ class Progress:
     skipped: int = 0
     skipped_in_a_row: int = 0
     skipped_before_phase: int = 0
+    seconds_used: float = 0.0
+    """Of training, by rank 0's clock before the last step; the time budget of `schedule.budget_hours`."""
     loader: dict[str, int] | None = None
     validated: tuple[int, float] | None = None
     """The last validated step and its held-out MLM loss."""
@@ -74,6 +76,7 @@ def resume(trainer: engine.TrainEngine, found: Found, say: Callable[[str], None]
         skipped=state.skipped_steps,
         skipped_in_a_row=state.skipped_in_a_row,
         skipped_before_phase=state.skipped_before_phase,
+        seconds_used=state.seconds_used,
         loader=state.loader,
     )
 
@@ -119,6 +122,7 @@ def state_of(job: Job) -> checkpoint.TrainerState:
         skipped_steps=progress.skipped,
         skipped_in_a_row=progress.skipped_in_a_row,
         skipped_before_phase=progress.skipped_before_phase,
+        seconds_used=progress.seconds_used,
         run_id=job.folder.run_id,
         loader=dict(progress.loader or {}),
         world_size=job.world.size,

@@ -77,11 +77,14 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def _state(train: Sequence[dict[str, Any]], checkpoints: Sequence[Path], total: int, log_every: int, now: float) -> str:
-    if checkpoints and checkpoint.step_of(checkpoints[-1]) == total:
+    saved = checkpoint.step_of(checkpoints[-1]) if checkpoints else None
+    if saved == total:
         return "complete"
     if not train:
         return "no step yet"
     last = train[-1]
+    if saved == last["step"] and last.get("budget_seconds_left", 1) <= 0:
+        return "complete: the time budget is used up"
     quiet = now - float(last["time"])
     if quiet > max(_QUIET_STEPS * log_every * float(last["step_seconds"]), 60.0):
         return f"silent for {_duration(quiet)}: stopped or dead; the same command goes on from the newest checkpoint"
@@ -90,6 +93,8 @@ def _state(train: Sequence[dict[str, Any]], checkpoints: Sequence[Path], total: 
 
 def _progress(last: dict[str, Any], total: int) -> list[tuple[str, str]]:
     left = (total - last["step"]) * float(last["step_seconds"])
+    if "budget_seconds_left" in last:
+        left = min(left, last["budget_seconds_left"])
     rows = [
         ("step", f"{last['step']:,} of {total:,} ({last['step'] / total:.1%}), {_duration(left)} left"),
         (
@@ -99,6 +104,9 @@ def _progress(last: dict[str, Any], total: int) -> list[tuple[str, str]]:
         ("rate", f"{last['lr']:.3e}"),
         ("speed", _speed(last)),
     ]
+    if last.get("straggler_rank") is not None:
+        ratio = f"{last['straggler_ratio']:.2f} times the median rank's own time (data, forward pass)"
+        rows.append(("slowest", f"rank {last['straggler_rank']}, {ratio}"))
     if last["skipped_steps"]:
         rows.append(("skipped", f"{last['skipped_steps']:,} steps with a gradient that was not finite"))
     return rows
@@ -106,9 +114,17 @@ def _progress(last: dict[str, Any], total: int) -> list[tuple[str, str]]:
 
 def _speed(last: dict[str, Any]) -> str:
     return (
-        f"{last['tokens_per_second']:,.0f} tokens/s, {float(last['step_seconds']) * 1000:.0f} ms a step, "
+        f"{last['tokens_per_second']:,.0f} tokens/s, {float(last['step_seconds']) * 1000:.0f} ms a step{_spread(last)}, "
         f"MFU {last['mfu']:.1%}, waiting for data {last['data_wait_share']:.1%}, {last['memory_mb']:,.0f} MB"
     )
+
+
+def _spread(last: dict[str, Any]) -> str:
+    """Percentiles of the step's time in the last interval."""
+    found = [
+        f"{key} {last[name] * 1000:.0f}" for key in ("p50", "p95", "max") if (name := f"step_seconds_{key}") in last
+    ]
+    return f" ({', '.join(found)})" if found else ""
 
 
 def _best(held_out: Sequence[dict[str, Any]]) -> str:

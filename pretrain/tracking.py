@@ -281,14 +281,19 @@ def _read_position(run_dir: Path) -> _Position:
 
 
 def _metric_rows(record: Mapping[str, Any]) -> Iterator[tuple[str, float, int, int]]:
-    """Name, value, milliseconds and step of each number in a line of metrics.jsonl."""
+    """Name, value, milliseconds and step of each number in a line of metrics.jsonl.
+
+    What lies under "system" goes to `system/...`, where MLflow's pages look for a machine's figures.
+    """
     kind, step = record.get("kind", "train"), int(record.get("step", 0))
     milliseconds = int(float(record.get("time", time.time())) * 1000)
-    for key, value in record.items():
-        if key in ("kind", "step", "time") or value is None or isinstance(value, bool):
+    named = {f"{kind}/{key}": value for key, value in record.items() if key not in ("kind", "step", "time", "system")}
+    named |= {f"system/{key}": value for key, value in record.get("system", {}).items()}
+    for name, value in named.items():
+        if value is None or isinstance(value, bool):
             continue
         try:
-            yield stored_name(f"{kind}/{key}"), float(value), milliseconds, step
+            yield stored_name(name), float(value), milliseconds, step
         except (TypeError, ValueError):
             continue
 

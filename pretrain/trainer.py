@@ -14,6 +14,7 @@ from pretrain.meter import Meter
 from pretrain.run_data import RunData
 from pretrain.spikes import LossSpike, SpikeWatch
 from pretrain.stops import EXIT_DONE, EXIT_STOPPED, StopRequest, TrainingFault
+from pretrain.stopwatch import TrainingClock
 from pretrain.telemetry import device_peak
 from pretrain.validation import validate_model
 
@@ -89,6 +90,7 @@ def _train_phase(job: Job) -> int | None:
 def _loop(job: Job, meter: Meter) -> int | None:
     config, progress, phase = job.config, job.progress, job.phase
     total = config.train.steps
+    budget, clock = config.schedule.budget_seconds, TrainingClock(progress.seconds_used)
     spikes = SpikeWatch(config.faults.spike_ratio)
     loader = job.data.loader(job.world, progress.loader, pin_memory=job.engine.device.type == "cuda")
     with loader:
@@ -99,16 +101,33 @@ def _loop(job: Job, meter: Meter) -> int | None:
             waited = time.perf_counter() - asked
             progress.step += 1
             progress.loader = loader.state_dict()
-            step, last = progress.step, progress.step == phase.end
-            lr = phase.rate(step, skipped=progress.skipped, skipped_before=progress.skipped_before_phase)
+            step = progress.step
+            lr = phase.rate(
+                step,
+                skipped=progress.skipped,
+                skipped_before=progress.skipped_before_phase,
+                seconds_used=progress.seconds_used,
+            )
             job.watchdog.beat(f"in step {step}")
-            result = job.engine.step(micro_batches, number=step, lr=lr, stop=job.stop.wanted, busy=job.saver.busy)
+            result = job.engine.step(
+                micro_batches,
+                number=step,
+                lr=lr,
+                stop=job.stop.wanted,
+                busy=job.saver.busy,
+                seconds_used=clock.read(),
+            )
+            progress.seconds_used = result.seconds_used
+            spent = 0 < budget <= progress.seconds_used
+            last = step == phase.end or spent
             _count_skips(job, result.applied)
             meter.add(result, waited=waited)
             job.display.step(step)
 
             if step % config.train.log_every == 0 or last:
                 record = meter.record(step=step, lr=job.engine.rates()[0], skipped_steps=progress.skipped)
+                if budget:
+                    record["budget_seconds_left"] = budget - progress.seconds_used
                 job.write(record)
                 spikes.look(step, record["mlm_loss"], progress.loader)
             begin = time.perf_counter()
@@ -124,6 +143,11 @@ def _loop(job: Job, meter: Meter) -> int | None:
             if last or result.stop:
                 job.saver.finish(job)
             meter.exclude(time.perf_counter() - begin)
+            if spent:
+                job.display.say(
+                    f"complete: schedule.budget_hours={config.schedule.budget_hours:g} are used, step {step}"
+                )
+                return EXIT_DONE
             if result.stop and step < total:
                 stopped = f"stopped after step {step}/{total}{_reason_of_stop(job)}"
                 job.display.say(f"{stopped}, checkpoint saved; the same command goes on from there")

@@ -64,7 +64,7 @@ def one_rank(data: Path) -> dict[str, Any]:
 def results(data: Path, one_rank: dict[str, Any]) -> dict[str, Any]:
     out = data.parent / "two-ranks"
     out.mkdir()
-    scenarios = "worked_example,equals_plain_torch,resumed,overflow,faults,elastic,agreement"
+    scenarios = "worked_example,equals_plain_torch,resumed,overflow,faults,elastic,agreement,timed,straggling"
     scenarios += ",asynchronous,refusing_disk,signalled_save"
     return run_ranks(scenarios, data, out, ranks=2)
 
@@ -192,6 +192,28 @@ def test_r41_a_rank_with_other_settings_is_named_before_training(results: dict[s
     found = results["agreement"]
     assert "rank 1 on " in found["differing"] and "optimizer.lr: 0.001 -> 0.002" in found["differing"]
     assert found["same_everywhere"] and found["nothing_written"]
+
+
+def test_the_rate_follows_rank_0s_clock_also_after_a_resume_until_the_budget_is_used(results: dict[str, Any]) -> None:
+    """Nine seconds, one a step, a third of them warm-up; the rate of a step follows the clock before the step before it."""
+    rates = [1e-2 * rate for rate in (0, 1 / 3, 2 / 3, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6)]
+    straight, stopped = results["timed"]["straight"], results["timed"]["stopped"]
+    assert [line[0] for line in straight["lines"]] == list(range(1, 10))
+    assert [line[1] for line in straight["lines"]] == pytest.approx(rates, rel=1e-12)
+    assert [line[2] for line in straight["lines"]] == pytest.approx(list(range(8, -1, -1)), abs=1e-9)
+    assert straight["codes"] == [EXIT_DONE] and stopped["codes"] == [EXIT_STOPPED, EXIT_DONE]
+    assert straight["lines"] == stopped["lines"] and results["timed"]["same_weights"]  # whatever rank 1's clock shows
+    for run in (straight, stopped):
+        assert run["saved"] == [9, 9.0] and run["finished"]
+        assert set(run["slowest"]) <= {0, 1}
+
+
+def test_the_rank_that_the_others_wait_for_is_named(results: dict[str, Any]) -> None:
+    found = results["straggling"]["lines"]
+    assert [line["straggler_rank"] for line in found] == [1, 0]
+    assert [line["straggler_ratio"] for line in found] == pytest.approx([1.25 / 1.0, 2.0 / 1.5])
+    for line in found:
+        assert 0 < line["step_seconds_p50"] <= line["step_seconds_p95"] <= line["step_seconds_max"]
 
 
 def test_a_used_up_time_budget_of_one_rank_stops_all_with_a_checkpoint(results: dict[str, Any]) -> None:

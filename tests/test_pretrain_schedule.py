@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretrain.config import ScheduleConfig
-from pretrain.schedule import learning_rate
+from pretrain.schedule import learning_rate, rate_in_time
 
 
 def rates(total: int, **schedule: object) -> list[float]:
@@ -56,9 +56,39 @@ def test_polynomial_warm_up() -> None:
     assert found == [1 / 16, 4 / 16, 9 / 16, 1, 1, 1]
 
 
+def test_warm_up_from_a_share_of_the_peak() -> None:
+    found = rates(10, shape="linear", warmup_steps=4, warmup_from=0.2)
+    assert found[:5] == pytest.approx([0.4, 0.6, 0.8, 1, 6 / 7], abs=1e-15)
+
+
+def rates_in_time(shares: list[float], **schedule: object) -> list[float]:
+    """At these shares of a budget of two hours."""
+    config = ScheduleConfig.model_validate({"budget_hours": 2, **schedule})
+    return [rate_in_time(7200 * share, peak=2.0, schedule=config) for share in shares]
+
+
+def test_the_rate_in_time_equals_the_documented_formula() -> None:
+    quarters = [0, 0.25, 0.5, 0.75, 1, 1.5]
+    assert rates_in_time(quarters, warmup_share=0.5) == pytest.approx([0, 1, 2, 1, 0, 0], abs=1e-15)
+    assert rates_in_time(quarters) == pytest.approx([2, 1.5, 1, 0.5, 0, 0], abs=1e-15)
+    assert rates_in_time([0.06, 0.53, 1], warmup_share=0.06) == pytest.approx([2, 1, 0], abs=1e-15)  # 24hBERT
+    # cramming's budget-triangle2: from a quarter of the peak up to 75 % of the time, then down
+    triangle = rates_in_time([0, 0.375, 0.75, 0.875, 1], warmup_share=0.75, warmup_from=0.25)
+    assert triangle == pytest.approx([0.5, 1.25, 2, 1, 0], abs=1e-15)
+    hidden = rates_in_time([0.1, 0.25, 0.5], warmup_share=0.2, decay_from="start", final_ratio=0.5)
+    assert hidden == pytest.approx([1, 1 + 0.75, 1 + 0.5], abs=1e-15)
+    square = rates_in_time([0.25, 0.5], shape="polynomial", power=2, warmup_share=0.25, warmup_power=1)
+    assert square == pytest.approx([2, 2 * (2 / 3) ** 2], abs=1e-15)
+    assert rates_in_time([0.5], shape="cosine") == pytest.approx([1], abs=1e-15)
+    assert rates_in_time([0.5, 1], shape="constant", warmup_share=0.75) == pytest.approx([4 / 3, 2], abs=1e-15)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"budget_hours": 1, "warmup_steps": 5}, "set schedule.warmup_share"),
+        ({"budget_hours": 1, "shape": "exponential", "decay_steps": 5}, "counts steps"),
+        ({"warmup_share": 0.1}, "only with schedule.budget_hours"),
         ({"shape": "exponential"}, "is needed"),
         ({"shape": "linear", "decay_steps": 5}, "has no meaning"),
         ({"warmup_power": 2.0}, "warmup_shape=polynomial"),

@@ -12,7 +12,8 @@ from pretrain.status import describe, main
 LINE = {
     "kind": "train", "step": 20, "time": 1000.0, "loss": 2.5, "mlm_accuracy": 0.25, "grad_norm": "inf", "lr": 1e-4,
     "tokens_per_second": 5000.0, "step_seconds": 2.0, "mfu": 0.4, "data_wait_share": 0.01, "memory_mb": 100.0,
-    "skipped_steps": 1,
+    "skipped_steps": 1, "step_seconds_p50": 1.9, "step_seconds_p95": 2.5, "step_seconds_max": 3.0,
+    "straggler_rank": 3, "straggler_ratio": 1.25,
 }  # fmt: skip
 
 
@@ -40,6 +41,8 @@ def test_a_running_run_at_a_glance(run: Path) -> None:
         "step 20: MLM loss nan, best 3.0000 at step 10",
         "saved     10",
         "1 steps with a gradient",
+        "2000 ms a step (p50 1900, p95 2500, max 3000)",
+        "slowest   rank 3, 1.25 times the median",
         "not sent yet",
     ):
         assert words in text, text
@@ -49,6 +52,20 @@ def test_a_dead_and_a_complete_run(run: Path) -> None:
     assert "silent for 1:00:00: stopped or dead" in describe(run, now=4600.0)
     (run / "checkpoints" / "step-000000100").mkdir()
     assert "complete" in describe(run, now=4600.0)
+
+
+def test_a_run_with_a_time_budget(run: Path) -> None:
+    def last_line(step: int, left: float) -> None:
+        line = {**LINE, "step": step, "budget_seconds_left": left, "straggler_rank": None, "straggler_ratio": None}
+        (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+
+    last_line(20, 65.0)
+    text = describe(run, now=1030.0)
+    assert "20 of 100 (20.0%), 0:01:05 left" in text and "slowest" not in text
+    last_line(30, -0.5)
+    assert "running" in describe(run, now=1030.0)  # its last checkpoint is not there yet
+    (run / "checkpoints" / "step-000000030").mkdir()
+    assert "complete: the time budget is used up" in describe(run, now=9999.0)
 
 
 def test_a_folder_without_a_run_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

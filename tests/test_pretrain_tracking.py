@@ -18,11 +18,13 @@ from typing import Any
 
 import mlflow
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pretrain.config import TrainConfig
 from pretrain.run_tracking import send_rest
+from pretrain.system_metrics import SystemMetrics
 from pretrain.tracking import (
     MetricsFile,
     MlflowForwarder,
@@ -133,6 +135,19 @@ def test_a_resumed_run_keeps_one_history(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_the_machines_figures_are_read_once_in_ten_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("pretrain.system_metrics.time.monotonic", lambda: now[0])
+    system = SystemMetrics(tmp_path, torch.device("cpu"))
+    found = system.read()
+    assert 0 <= found["cpu_utilization_percentage"] <= 100 and 0 < found["system_memory_usage_percentage"] <= 100
+    assert found["process_memory_usage_megabytes"] > 10 and found["disk_available_megabytes"] > 0
+    now[0] += 9
+    assert system.read() == {}
+    now[0] += 2
+    assert system.read().keys() == found.keys()
+
+
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_r30_four_starts_at_once_on_an_empty_store_all_succeed(started: tuple[str, list[int]]) -> None:
@@ -151,7 +166,10 @@ def test_r28_r29_r30_a_run_reaches_the_store_whole_and_a_resumed_one_continues_i
     long = "v" * 6001 + "TAIL"
     metrics = MetricsFile(run / "metrics.jsonl")
     metrics.write({"kind": "train", "step": 1, "time": 5.0, "loss": math.nan, "f1@0.5": 0.5, "x%": 1.0, "/abs": 2.0})
-    metrics.write({"kind": "train", "step": 2, "time": 6.0, "loss": math.inf, "a/../b": 3.0, "nsp_loss": None})
+    system = {"cpu_utilization_percentage": 12.5}
+    metrics.write(
+        {"kind": "train", "step": 2, "time": 6.0, "loss": math.inf, "a/../b": 3.0, "nsp_loss": None, "system": system}
+    )
     metrics.write({"kind": "train", "step": 3, "time": 7.0, **{f"m{i}": float(i) for i in range(1001)}})
     forwarder = forward(run, store, long=long, **{"odd@name": 1})
     assert forwarder.close(timeout=60), forwarder.problem
@@ -169,6 +187,7 @@ def test_r28_r29_r30_a_run_reaches_the_store_whole_and_a_resumed_one_continues_i
     assert info.status == "KILLED"
     assert data.params["seed"] == "1" and "shortened: 6005" in data.params["long"] and data.params["added"] == "2"
     assert data.metrics["train/m1000"] == 1000.0
+    assert data.metrics["system/cpu_utilization_percentage"] == 12.5
     losses = client.get_metric_history(info.run_id, "train/loss")
     assert [metric.step for metric in losses] == [1, 2]  # once each: the second start sent only what was new
     assert math.isnan(losses[0].value) and losses[1].value >= 1.797e308
@@ -295,12 +314,16 @@ def test_what_a_finished_run_owes_is_sent_by_the_same_command(store: str, tmp_pa
     away = MlflowForwarder(run, uri="http://127.0.0.1:9", experiment=tmp_path.name, run_name="r", config={})
     (run / "metrics.jsonl").write_text(to_json({"kind": "train", "step": 1, "time": 5.0, "loss": 1.0}) + "\n")
     record = {name: name for name in ("name", "git", "data", "tokenizer", "run_id", "platform", "config_sha256")}
-    (run / "run.json").write_text(json.dumps(record))
+    (run / "run.json").write_text(json.dumps({**record, "versions": {"torch": "2.0"}}))
     away.start()
     assert not away.close(timeout=2)
     assert unsent_bytes(run)
     assert send_rest(config) == "MLflow has the last metrics now"
-    assert [found.data.metrics for found in runs_of(store, tmp_path.name)] == [{"train/loss": 1.0}]
+    (found,) = runs_of(store, tmp_path.name)
+    assert found.data.metrics == {"train/loss": 1.0} and found.data.params["optimizer.lr"] == "0.001"
+    assert {f"clozeworks.{name}": name for name in record if name != "name"}.items() <= found.data.tags.items()
+    assert found.data.tags["clozeworks.version.torch"] == "2.0"
+    assert found.inputs.dataset_inputs[0].dataset.digest == "data"
     assert send_rest(config) == ""
 
 
