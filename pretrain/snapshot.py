@@ -111,6 +111,7 @@ def _universal(folder: Path) -> Iterator[Path]:
 
     collectives.on_rank_zero(convert)
     yield converted
+    collectives.barrier()  # all have read it
     collectives.on_rank_zero(lambda: shutil.rmtree(converted))
 
 
