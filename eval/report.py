@@ -215,7 +215,7 @@ def _figures(run: Run, prefix: str) -> list[dict[str, str]]:
     return figures
 
 
-def _task_label(group: Mapping[str, Any]) -> str:
+def task_label(group: Mapping[str, Any]) -> str:
     """The task, and what sets this group apart from others of it."""
     label = str(group["task"])
     if "start" in group:
@@ -237,7 +237,7 @@ def _task_rows(groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
                 over = None if mean is None or base is None else mean - base
                 rows.append(
                     [
-                        _task_label(group),
+                        task_label(group),
                         split,
                         metric,
                         percent(mean),
@@ -274,7 +274,7 @@ def _task_figure(groups: Sequence[Mapping[str, Any]], prefix: str) -> str:
             metric = group["headline"]["metric"]
             summary = scores["metrics"][metric]
             if summary["mean"] is not None:
-                label = f"{_task_label(group)} {split}, {metric}"
+                label = f"{task_label(group)} {split}, {metric}"
                 rows.append((label, summary["mean"], summary["sd"], scores["baseline"][metric]["value"]))
     return scores_svg(f"{prefix}-tasks", rows) if rows else ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pretrain.tracking import open_client, open_experiment, stored_name, stored_value
 
@@ -72,12 +72,12 @@ def register_export(
         there = client.create_model_version(
             name, source, run_id=run_id, tags={WEIGHTS_TAG: weights, "step": str(step)}, description=f"step {step}"
         )
-    for key, value in tags.items():
-        client.set_model_version_tag(name, there.version, stored_name(key), stored_value(value))
+    for key, words in tags.items():
+        client.set_model_version_tag(name, there.version, stored_name(key), stored_value(words))
     return ModelVersion(run_id, str(there.version))
 
 
-def _has_run(client, run_id: str) -> bool:
+def _has_run(client: Any, run_id: str) -> bool:
     if not run_id:
         return False
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eval.report import _task_label, main
+from eval.report import task_label, main
 from eval.report_data import as_number, best_row, find_runs, finite_mean, read_run, series
 
 
@@ -160,6 +160,6 @@ def test_folder_of_runs_and_folder_without(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_the_best_of_a_grid_is_called_that() -> None:
-    assert _task_label({"task": "MRPC"}) == "MRPC"
-    marked = _task_label({"task": "RTE", "start": {"task": "MNLI"}, "best_of_grid": 4})
+    assert task_label({"task": "MRPC"}) == "MRPC"
+    marked = task_label({"task": "RTE", "start": {"task": "MNLI"}, "best_of_grid": 4})
     assert marked == "RTE from MNLI, best of 4 settings on dev"
