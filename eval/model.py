@@ -54,5 +54,6 @@ class TaskModel(nn.Module):
             x = self.encoder(*arguments)
         else:
             pooler = self.encoder.pooler if self.pooler is None else self.pooler
+            assert pooler is not None
             x = torch.tanh(pooler(self.encoder.first_states(*arguments)))
         return self.classifier(dropout(x, self.encoder.config.hidden_dropout, self.training)).float()
