@@ -9,8 +9,10 @@ the backend and the row groups; `attention` runs once a layer.
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -22,8 +24,8 @@ from pretrain.dropout import keep_mask, kept_share
 Backend = Literal["padded", "flash_attn", "varlen", "reference"]
 
 BACKENDS: dict[str, str] = {
-    "flash_attn": "CUDA, half precision, the flash_attn package: its varlen kernel, dropout included",
-    "varlen": "CUDA, half precision, no attention dropout: torch.nn.attention.varlen",
+    "flash_attn": "CUDA from capability 8.0 on, half precision, the flash_attn package: its varlen kernel, with dropout",
+    "varlen": "CUDA from capability 8.0 on, half precision, no attention dropout: torch.nn.attention.varlen",
     "padded": "everything else: rows of similar length re-padded, scaled dot product per group",
     "reference": "asked for by tests: one example at a time, written out",
 }
@@ -69,12 +71,28 @@ class AttentionPlan:
 
 def choose_backend(device: torch.device, dtype: torch.dtype, dropout: float) -> Backend:
     """The table above as code. Attention dropout is never left out: a backend without it is not chosen."""
-    if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
+    if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and _has_flash_attention(device):
         if find_spec("flash_attn") is not None:
             return "flash_attn"
-        if dropout == 0.0 and find_spec("torch.nn.attention.varlen") is not None:
+        if dropout == 0.0 and _has_varlen():
             return "varlen"
     return "padded"
+
+
+@cache
+def _has_flash_attention(device: torch.device) -> bool:
+    """Whether both varlen kernels run there: they need compute capability 8.0. Without a device nothing is ruled out."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@cache
+def _has_varlen() -> bool:
+    """Whether this torch has varlen attention that takes a window; its first releases took `is_causal` instead."""
+    if find_spec("torch.nn.attention.varlen") is None:
+        return False
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "window_size" in inspect.signature(varlen_attn).parameters
 
 
 def describe_attention(device: torch.device, dtype: torch.dtype, dropout: float) -> str:

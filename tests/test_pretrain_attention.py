@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 
 import pytest
 import torch
 
-from pretrain.attention import _DroppedAttention, attention, choose_backend, describe_attention, plan_attention
+from pretrain.attention import (
+    AttentionPlan,
+    _DroppedAttention,
+    _has_flash_attention,
+    _one_group,
+    attention,
+    choose_backend,
+    describe_attention,
+    plan_attention,
+)
 from pretrain.dropout import dropout, dropout_add, keep_mask, kept_share
 
 HEADS, WIDTH = 2, 8
@@ -19,24 +29,44 @@ def ends(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
 
 
-def run(lengths, backend, causal, window, dtype=torch.float64):
-    cu_seqlens, tokens = ends(lengths), sum(lengths)
+def run(lengths, backend, causal, window, dtype=torch.float64, device="cpu", width=WIDTH):
+    """Output and gradient; backend "one group" is how CUDA re-pads."""
+    cu_seqlens, tokens = ends(lengths).to(device), sum(lengths)
     generator = torch.Generator().manual_seed(1)
-    qkv = torch.randn(tokens, 3 * WIDTH, generator=generator, dtype=dtype).requires_grad_()
-    plan = plan_attention(cu_seqlens, max(lengths), tokens, dtype, 0.0, backend)
+    qkv = torch.randn(tokens, 3 * width, generator=generator).to(device, dtype).requires_grad_()
+    if backend == "one group":
+        plan = AttentionPlan("padded", cu_seqlens, max(lengths))
+        _one_group(plan, tokens)
+    else:
+        plan = plan_attention(cu_seqlens, max(lengths), tokens, dtype, 0.0, backend)
     out = attention(qkv, plan, HEADS, 0.0, causal, window)
-    weights = torch.randn(out.shape, generator=generator, dtype=dtype)
+    weights = torch.randn(out.shape, generator=generator).to(device, dtype)
     (out * weights).sum().backward()
     return out.detach(), qkv.grad
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize(("causal", "window"), KINDS)
-def test_repadded_rows_agree_with_the_reference(lengths, causal, window):
+@pytest.mark.parametrize("rows", ["padded", "one group"])
+def test_repadded_rows_agree_with_the_reference(lengths, causal, window, rows):
     expected, expected_gradient = run(lengths, "reference", causal, window)
-    found, gradient = run(lengths, "padded", causal, window)
+    found, gradient = run(lengths, rows, causal, window)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
     torch.testing.assert_close(gradient, expected_gradient, atol=1e-12, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(("causal", "window"), KINDS)
+@pytest.mark.parametrize("backend", ["padded", "varlen", "flash_attn"])
+def test_cuda_backends_agree_with_the_reference(lengths, causal, window, backend):
+    if backend == "flash_attn" and find_spec("flash_attn") is None:
+        pytest.skip("flash_attn is not installed")
+    expected, expected_gradient = run(lengths, "reference", causal, window, torch.float32, "cuda", 64 * HEADS)
+    found, gradient = run(lengths, backend, causal, window, torch.bfloat16, "cuda", 64 * HEADS)
+    torch.testing.assert_close(found.float(), expected, atol=3e-2, rtol=0)
+    torch.testing.assert_close(gradient.float(), expected_gradient, atol=1e-1, rtol=0)
 
 
 def test_rows_are_grouped_so_that_little_is_padded():
@@ -129,6 +159,15 @@ def test_backend_table_never_drops_dropout():
     assert "padded" in describe_attention(cpu, torch.float32, 0.1)
     with pytest.raises(ValueError, match="no dropout"):
         plan_attention(ends([3]), 3, 3, torch.bfloat16, 0.1, "varlen")
+
+
+def test_gpus_without_flash_attention_use_rows(monkeypatch):
+    """Both varlen kernels need compute capability 8.0: a V100 (7.0) trains in fp16 without them."""
+    monkeypatch.setattr("pretrain.attention._has_flash_attention", _has_flash_attention.__wrapped__)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, expected in (((7, 0), {"padded"}), ((8, 0), {"flash_attn", "varlen"})):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert choose_backend(torch.device("cuda"), torch.float16, 0.0) in expected
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
