@@ -154,7 +154,7 @@ class ByteBPETokenizer(SpecialEntries):
 def byte_pipeline(model: models.BPE, flags: Normalisation) -> HFTokenizer:
     """A `tokenizers` pipeline without special tokens: markers in text are ordinary text."""
     pipeline = HFTokenizer(model)
-    before = text_normalizer(flags)
+    before = text_normalizer(flags, compose=flags.strip_accents)
     joined = normalizers.Replace(Regex(_LINE_BREAK), " ")
     pipeline.normalizer = joined if before is None else normalizers.Sequence([joined, before])
     pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=True)

@@ -1,7 +1,9 @@
 """SentencePiece unigram and BPE: encoded with `sentencepiece`, stored as `spiece.model` and `tokenizer.json`.
 
 Text is lower-cased and stripped of accents first, as the flags say, and then normalised by the model's own rules (NFKC).
-Special tokens are control symbols, which `sentencepiece` never matches in text, so markers in a corpus are ordinary text.
+Special tokens are control symbols, which `sentencepiece` never matches in text, so markers in a corpus are ordinary text. Those
+that a model lacks are added at its end, as DeBERTa does with `[MASK]`. With byte fallback (mT5, Llama) a character that the model does
+not know is written in its bytes: they continue the word that they stand in, may be predicted, and are never drawn at random.
 """
 
 from __future__ import annotations
@@ -33,14 +35,26 @@ MODEL_FILE = "spiece.model"
 WORD_START = "\u2581"
 model_pb2: Any = sentencepiece_model_pb2  # generated code without type information
 _PIECE = model_pb2.ModelProto.SentencePiece
-_NAMES = {"pad": ("[PAD]", "<pad>"), "cls": ("[CLS]",), "sep": ("[SEP]",), "mask": ("[MASK]", "<mask>")}
+_NAMES = {
+    "pad": ("[PAD]", "<pad>"),
+    "cls": ("[CLS]", "<s>"),
+    "sep": ("[SEP]", "</s>"),
+    "mask": ("[MASK]", "<mask>"),
+}
 
 
-def text_normalizer(flags: Normalisation) -> normalizers.Normalizer | None:
-    """What happens to text before the model's own rules; None where the flags ask for nothing."""
+def text_normalizer(flags: Normalisation, compose: bool) -> normalizers.Normalizer | None:
+    """What happens to text before the model's own rules; None where nothing is asked for.
+
+    Args:
+        compose: write letters with their marks, and Hangul, as one character (NFC). Where a model normalises by NFKC it must be
+            so: of decomposed text `sentencepiece` and the same rules in `tokenizers` make different strings.
+    """
     steps: list[normalizers.Normalizer] = []
     if flags.strip_accents:
         steps += [normalizers.NFKD(), normalizers.StripAccents()]
+    if compose:
+        steps.append(normalizers.NFC())
     if flags.lowercase:
         steps.append(normalizers.Lowercase())
     return normalizers.Sequence(steps) if steps else None
@@ -63,16 +77,20 @@ class SentencePieceTokenizer(SpecialEntries):
         source: where the model came from, for messages.
 
     Raises:
-        TokenizerError: not a SentencePiece model, neither unigram nor BPE, or a special token is missing.
+        TokenizerError: not a SentencePiece model, or neither unigram nor BPE.
     """
 
     def __init__(self, model: bytes, flags: Normalisation, source: str | Path = "model") -> None:
         self.flags = flags
         self._proto = _parse(model, source)
         self.kind = {1: "unigram", 2: "bpe"}[self._proto.trainer_spec.model_type]
+        known = {piece.piece for piece in self._proto.pieces}
+        names = {field: next((n for n in names if n in known), names[0]) for field, names in _NAMES.items()}
+        for name in names.values():
+            if name not in known:
+                self._proto.pieces.add(piece=name, score=0.0)
         self.tokens = [piece.piece for piece in self._proto.pieces]
         ids = {token: index for index, token in enumerate(self.tokens)}
-        names = {field: next((n for n in names if n in ids), names[0]) for field, names in _NAMES.items()}
         unknown = next(piece.piece for piece in self._proto.pieces if piece.type == _PIECE.UNKNOWN)
         self._names = {
             "pad": names["pad"],
@@ -85,14 +103,13 @@ class SentencePieceTokenizer(SpecialEntries):
         for name in set(self._names.values()) - {unknown}:
             self._proto.pieces[ids[name]].type = _PIECE.CONTROL
         self._model = self._proto.SerializeToString(deterministic=True)
-        ordinary = [piece.type == _PIECE.NORMAL for piece in self._proto.pieces]
-        self.ordinary_ids = np.flatnonzero(ordinary).astype(np.int32)
-        self.word_starts = np.array(
-            [token.startswith(WORD_START) or not normal for token, normal in zip(self.tokens, ordinary, strict=True)],
-            dtype=bool,
-        )
+        kinds = np.array([piece.type for piece in self._proto.pieces])
+        self.byte_fallback = bool((kinds == _PIECE.BYTE).any())
+        self.ordinary_ids = np.flatnonzero(kinds == _PIECE.NORMAL).astype(np.int32)
+        self.word_starts = np.array([token.startswith(WORD_START) for token in self.tokens])
+        self.word_starts |= ~np.isin(kinds, [_PIECE.NORMAL, _PIECE.BYTE])
         self.fingerprint = fingerprint(self.kind, flags, self._special, self._model)
-        self._normalizer = text_normalizer(flags)
+        self._normalizer = text_normalizer(flags, compose=bool(self._proto.normalizer_spec.precompiled_charsmap))
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._model)
 
     def __reduce__(self) -> tuple[type, tuple[bytes, Normalisation]]:
@@ -160,7 +177,8 @@ class SentencePieceTokenizer(SpecialEntries):
         own += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip(left=True, right=True)]
         pipeline.normalizer = normalizers.Sequence(before + own)
         pipeline.pre_tokenizer = pre_tokenizers.Metaspace(replacement=WORD_START, prepend_scheme="always", split=True)
-        pipeline.decoder = decoders.Metaspace(replacement=WORD_START, prepend_scheme="always")
+        shown = decoders.Metaspace(replacement=WORD_START, prepend_scheme="always")
+        pipeline.decoder = decoders.Sequence([decoders.ByteFallback(), shown]) if self.byte_fallback else shown
         pipeline.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in self._names.values()])
         cls, sep = self._names["cls"], self._names["sep"]
         pipeline.post_processor = processors.TemplateProcessing(
@@ -173,7 +191,7 @@ class SentencePieceTokenizer(SpecialEntries):
     def _exported_model(self) -> models.Model:
         if self.kind == "unigram":
             scored = [(piece.piece, piece.score) for piece in self._proto.pieces]
-            return models.Unigram(scored, unk_id=self.unk_id, byte_fallback=False)
+            return models.Unigram(scored, unk_id=self.unk_id, byte_fallback=self.byte_fallback)
         ids = {token: index for index, token in enumerate(self.tokens)}
         merges = []
         for token, piece in zip(self.tokens, self._proto.pieces, strict=True):
@@ -182,7 +200,13 @@ class SentencePieceTokenizer(SpecialEntries):
                 known = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
                 merges += [(-piece.score, ids[left], ids[right], (left, right)) for left, right in known]
         merges.sort()
-        return models.BPE(ids, [merge[-1] for merge in merges], unk_token=self._names["unk"], fuse_unk=True)
+        return models.BPE(
+            ids,
+            [merge[-1] for merge in merges],
+            unk_token=self._names["unk"],
+            fuse_unk=True,
+            byte_fallback=self.byte_fallback,
+        )
 
 
 def _parse(model: bytes, source: str | Path) -> Any:
@@ -193,6 +217,4 @@ def _parse(model: bytes, source: str | Path) -> Any:
         raise TokenizerError(f"{source}: not a SentencePiece model ({error})") from error
     if not proto.pieces or proto.trainer_spec.model_type not in (1, 2):
         raise TokenizerError(f"{source}: expected a SentencePiece model of type unigram or BPE")
-    if any(piece.type == _PIECE.BYTE for piece in proto.pieces):
-        raise TokenizerError(f"{source}: models with byte fallback are not supported; train one without it")
     return proto

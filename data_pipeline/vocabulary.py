@@ -207,7 +207,7 @@ def train_sentencepiece(
 
 def _lines(pieces: Iterable[str], flags: Normalisation, skipped: _Skipped) -> Iterator[str]:
     """Normalised lines for SentencePiece; it takes no NUL, and no line with a character that it uses internally."""
-    normalizer = text_normalizer(flags)
+    normalizer = text_normalizer(flags, compose=True)
     for piece in pieces:
         for line in normalise(piece, normalizer, flags).replace("\0", "").split("\n"):
             if _RESERVED in line:
