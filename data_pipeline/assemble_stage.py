@@ -20,7 +20,17 @@ from datatrove.pipeline.base import PipelineStep
 from data_pipeline.artefacts import write_text
 from data_pipeline.buckets import SPLITS, Buckets
 from data_pipeline.build_state import worker_lock
-from data_pipeline.masking import MASKED_SHARE, RANDOM_SHARE, MaskingRule, MaskSet, draw_masks, mask_rng, masking_rule
+from data_pipeline.config import DataConfig
+from data_pipeline.masking import (
+    MASKED_SHARE,
+    RANDOM_SHARE,
+    MaskingRule,
+    MaskSet,
+    default_limit,
+    draw_masks,
+    mask_rng,
+    masking_rule,
+)
 from data_pipeline.packing import pack_sentences, with_separators
 from data_pipeline.pairs import Pairs, build_ordered_pairs, build_pairs
 from data_pipeline.records import Block
@@ -29,6 +39,7 @@ from data_pipeline.stats import BucketStats
 from data_pipeline.token_store import Documents, TokenFile, concatenate, id_dtype, ranges
 from data_pipeline.tokenize_stage import open_tokenizer
 from data_pipeline.tokenizer import Tokenizer
+from data_pipeline.word_segmenter import segmenter_version
 
 # What a random stream is for: the first number after the seed, so that no two uses share a stream.
 _PAIRS, _ORDER, _MASKS, _DOCUMENTS = 1, 2, 3, 5
@@ -53,6 +64,27 @@ class AssembleSettings:
     segmenter: str = ""
     masked_share: float = MASKED_SHARE
     random_share: float = RANDOM_SHARE
+
+    @classmethod
+    def of(cls, data: DataConfig, seed: int, split: str) -> AssembleSettings:
+        """The settings of a split; held-out text gets one mask set, so that its loss is always that of the same masks."""
+        return cls(
+            seed=seed,
+            mode=data.mode,
+            max_seq_length=data.max_seq_length,
+            short_seq_prob=data.short_seq_prob,
+            mask_prob=data.mask_prob,
+            max_predictions=data.max_predictions or default_limit(data.max_seq_length, data.mask_prob),
+            mask_sets=data.mask_sets if split == "train" else 1,
+            whole_word=data.whole_word,
+            span_masking=data.span_masking,
+            masked_share=data.masked_share,
+            random_share=data.random_share,
+            dupes=data.dupes if split == "train" else 1,
+            block_examples=data.block_examples,
+            shard_megabytes=data.shard_megabytes,
+            segmenter=segmenter_version(data.segmenter),
+        )
 
 
 def read_bucket(files: list[TokenFile], groups: range, dtype: np.dtype) -> Documents:

@@ -36,8 +36,7 @@ from data_pipeline.clean_stage import DROPPED_NAME, INDEX_NAME, REPORT_NAME, Cle
 from data_pipeline.config import ConfigError, PipelineConfig, add_config_arguments, load_pipeline_config
 from data_pipeline.corpus_files import find_files
 from data_pipeline.decontamination import MIN_WORDS, build_index
-from data_pipeline.execution import local_workers, run_tasks
-from data_pipeline.masking import default_limit
+from data_pipeline.execution import local_workers, run_tasks, start_early
 from data_pipeline.pairs import SingleDocumentError
 from data_pipeline.plan import choose_tasks, print_plan, text_bytes
 from data_pipeline.progress import BuildProgress
@@ -94,6 +93,8 @@ class Build:
         """
         segmenter_version(self.config.data.segmenter)  # known to be there before hours of work
         with build_lock(self.data_dir):
+            if not (self.data_dir / "train" / "index.json").exists():
+                start_early(self.config.data)
             self.inputs = self._inputs()
             self.dropped = self._clean()
             tokenizer = self._tokenizer()
@@ -280,29 +281,9 @@ class Build:
             numbers[split] = buckets
         return numbers
 
-    def _assemble_settings(self, split: str) -> AssembleSettings:
-        data = self.config.data
-        return AssembleSettings(
-            seed=self.config.seed,
-            mode=data.mode,
-            max_seq_length=data.max_seq_length,
-            short_seq_prob=data.short_seq_prob,
-            mask_prob=data.mask_prob,
-            max_predictions=data.max_predictions or default_limit(data.max_seq_length, data.mask_prob),
-            mask_sets=data.mask_sets if split == "train" else 1,  # held-out loss is always that of the same masks
-            whole_word=data.whole_word,
-            span_masking=data.span_masking,
-            masked_share=data.masked_share,
-            random_share=data.random_share,
-            dupes=data.dupes if split == "train" else 1,
-            block_examples=data.block_examples,
-            shard_megabytes=data.shard_megabytes,
-            segmenter=segmenter_version(data.segmenter),
-        )
-
     def _assemble(self, tokenizer: Tokenizer, files: list[Path], splits: dict[str, int]) -> None:
         """Stage 2, then statistics and index of each split; `splits` has the buckets of each."""
-        settings = {split: self._assemble_settings(split) for split in splits}
+        settings = {split: AssembleSettings.of(self.config.data, self.config.seed, split) for split in splits}
         noted = {split: asdict(value) for split, value in settings.items()}
         claimed = {"tokens": self.tokens_settings, "buckets": splits, **noted}
         claim_stage(self.data_dir, "shards", claimed, ("assemble", *splits))

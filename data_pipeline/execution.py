@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from datatrove.executor.local import LocalPipelineExecutor
@@ -39,6 +41,19 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
+def _fork_context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    return context
+
+
+def start_early(data: DataConfig) -> None:
+    """Let the process that workers are forked from import its modules while the build still prepares its first stage."""
+    if data.executor == "local" and local_workers(data) > 1:
+        _fork_context()
+        forkserver.ensure_running()
+
+
 class LocalExecutor(LocalPipelineExecutor):
     """datatrove's local executor with another pool of processes.
 
@@ -59,6 +74,8 @@ class LocalExecutor(LocalPipelineExecutor):
         Raises:
             Whatever the first failing task raised; BrokenProcessPool (a RuntimeError) when a worker was killed.
         """
+        # One thread per worker: threads of the encoder would only compete with the other workers.
+        os.environ.setdefault("RAYON_NUM_THREADS", "1")
         ranks = self.get_incomplete_ranks()
         completed = self.tasks - len(ranks)
         on_progress(completed, self.tasks)
@@ -67,11 +84,7 @@ class LocalExecutor(LocalPipelineExecutor):
                 self.run_quietly(rank)
                 on_progress(completed + number, self.tasks)
             return
-        # One thread per worker: the encoder's own threads would only compete with the other workers.
-        os.environ.setdefault("RAYON_NUM_THREADS", "1")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(_PRELOADED))
-        with ProcessPoolExecutor(self.workers, mp_context=context, initializer=end_with_parent) as pool:
+        with ProcessPoolExecutor(self.workers, mp_context=_fork_context(), initializer=end_with_parent) as pool:
             futures = [pool.submit(self.run_quietly, rank) for rank in ranks]
             try:
                 for number, future in enumerate(as_completed(futures), 1):

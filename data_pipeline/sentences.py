@@ -55,4 +55,4 @@ def split_sentences(text: str, method: str, keep_lines: bool = False) -> list[st
 
 
 def _stripped(parts: Iterable[str]) -> list[str]:
-    return [part for part in (part.strip() for part in parts) if part]
+    return list(filter(None, map(str.strip, parts)))

@@ -11,6 +11,7 @@ import re
 import tempfile
 import unicodedata
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +117,21 @@ class WordPieceTokenizer(SpecialEntries):
             dtype=np.int32,
         )
         self.fingerprint = fingerprint(self.kind, flags, self._special, "\n".join(self.tokens).encode())
-        self._orphans = _orphans(self.tokens)
-        self._reference = wordpiece_pipeline(self.tokens, flags)
         # Where the flags are not the pair that tokie knows, text is normalised first and tokie only splits.
         self._native = flags.strip_accents == flags.lowercase
-        self._encoder = _fast_encoder(self.tokens, flags.lowercase and self._native)
+
+    # What encodes is made at its first use: most processes only ask for ids and counts.
+    @cached_property
+    def _encoder(self) -> Any:
+        return _fast_encoder(self.tokens, self.flags.lowercase and self._native)
+
+    @cached_property
+    def _reference(self) -> HFTokenizer:
+        return wordpiece_pipeline(self.tokens, self.flags)
+
+    @cached_property
+    def _orphans(self) -> re.Pattern[str] | None:
+        return _orphans(self.tokens)
 
     def __reduce__(self) -> tuple[type, tuple[list[str], Normalisation]]:
         return type(self), (self.tokens, self.flags)

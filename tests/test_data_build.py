@@ -319,7 +319,7 @@ def test_r13_whole_word_without_pieces_is_said_to_have_no_effect(
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed here")
 def test_ray_is_asked_for_where_it_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_text_config(tmp_path, "hello world\n\nsecond doc here\n")
-    assert "pip install ray" in one_line_error(capsys, ["--config", str(config), "--set", "data.executor=ray"])
+    assert "pip install 'ray" in one_line_error(capsys, ["--config", str(config), "--set", "data.executor=ray"])
 
 
 def test_r01_r05_build_says_what_it_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
