@@ -55,5 +55,9 @@ class TaskModel(nn.Module):
         else:
             pooler = self.encoder.pooler if self.pooler is None else self.pooler
             assert pooler is not None
-            x = torch.tanh(pooler(self.encoder.first_states(*arguments)))
+            if self.encoder.config.causal:  # only the last token has seen the whole example
+                x = self.encoder(*arguments).index_select(0, batch.cu_seqlens[1:].long() - 1)
+            else:
+                x = self.encoder.first_states(*arguments)
+            x = torch.tanh(pooler(x))
         return self.classifier(dropout(x, self.encoder.config.hidden_dropout, self.training)).float()
