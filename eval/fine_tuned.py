@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +29,11 @@ def load_fine_tuned(source: ModelSource, task: Task, label_names: tuple[str, ...
     Raises:
         TaskError: no such classifier in the folder, or labels that do not match the task's.
     """
-    name = "qa_outputs" if task.head == "span" else "classifier"
-    head = _head(source.folder, name)
+    tensors = _read(source.folder)
+    # RoBERTa's classifier holds the pooler and the last layer.
+    inside = "classifier.out_proj.weight" in tensors
+    name = "qa_outputs" if task.head == "span" else "classifier.out_proj" if inside else "classifier"
+    head = _layer(source.folder, tensors, name)
     outputs = len(head["weight"])
     wanted = {"span": 2, "choice": 1, "regression": 1}.get(task.head, len(label_names))
     if label_names:
@@ -43,21 +47,26 @@ def load_fine_tuned(source: ModelSource, task: Task, label_names: tuple[str, ...
         raise TaskError(f"{source.folder}: {name} has {outputs} outputs, task {task.name} needs {wanted}")
     per_token = task.head in ("span", "tagging")
     encoder = source.encoder()
-    if not per_token and encoder.pooler is None:
+    if not per_token and encoder.pooler is None and not inside:
         raise TaskError(f"{source.folder}: no pooler in the weights; the classifier was trained on one")
     model = TaskModel(encoder, outputs, per_token=per_token)
     model.classifier.load_state_dict(head)
+    if inside and model.pooler is not None:
+        model.pooler.load_state_dict(_layer(source.folder, tensors, "classifier.dense"))
     return model.eval(), order
 
 
-def _head(folder: Path, name: str) -> dict[str, torch.Tensor]:
+def _read(folder: Path) -> dict[str, torch.Tensor]:
     path = folder / "model.safetensors"
     try:
-        tensors = load_file(path)
+        return load_file(path)
     except (OSError, SafetensorError) as error:
         raise TaskError(f"{path}: cannot be read ({error}); scoring as it is needs a safetensors file") from error
+
+
+def _layer(folder: Path, tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
     if f"{name}.weight" not in tensors:
         raise TaskError(
-            f"{path}: no {name}.weight; --evaluate-only takes a fine-tuned BERT, leave it out to fine-tune this folder"
+            f"{folder}: no {name}.weight; --evaluate-only takes a fine-tuned BERT, leave it out to fine-tune this folder"
         )
     return {part: tensors[f"{name}.{part}"].float() for part in ("weight", "bias")}

@@ -27,6 +27,7 @@ class Plan:
         grid: recipe field -> values to try, all combinations; or `PAPER`; empty: one setting.
         start_task: fine-tune on this task first and start the others from there; empty: from the checkpoint.
         predictions: also write prediction files (unlabelled test splits, SQuAD's answers).
+        save_models: also write each fine-tuned model as a Hugging Face folder.
         part, parts: this process takes every `parts`-th run from number `part` on.
         device: "cpu", "cuda", or "auto".
     """
@@ -40,6 +41,7 @@ class Plan:
     grid: Mapping[str, Sequence[Any]] | str = field(default_factory=dict)
     start_task: str = ""
     predictions: bool = False
+    save_models: bool = False
     part: int = 0
     parts: int = 1
     device: str = "auto"

@@ -75,6 +75,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--predictions", action="store_true", help="write prediction files too: GLUE's test sets, SQuAD's answers"
     )
     parser.add_argument(
+        "--save-models",
+        action="store_true",
+        help="write each fine-tuned model as a Hugging Face folder beside its result",
+    )
+    parser.add_argument(
         "--evaluate-only", action="store_true", help="the model is fine-tuned already: score its own classifier"
     )
     parser.add_argument(
@@ -151,6 +156,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
         grid=parse_grid(options.grid),
         start_task=options.start_task,
         predictions=options.predictions,
+        save_models=options.save_models,
         part=part,
         parts=parts,
         device=options.device,

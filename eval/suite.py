@@ -14,9 +14,8 @@ from eval.metrics import Score
 from eval.plan import Plan
 from eval.readers import ReadError
 from eval.results import SCHEMA, read_result, result_path, scores_as_json, write_result, write_summary
-from eval.squad_data import SquadData
 from eval.submission import predictions_folder, write_predictions
-from eval.task_data import TaskData, build_problem, read_examples, read_task, score_split
+from eval.task_data import TaskData, build_problem, label_names, read_examples, read_task, score_split
 from eval.tasks import Recipe, Task, TaskError, select_tasks
 
 if TYPE_CHECKING:
@@ -36,11 +35,15 @@ def run_suite(source: ModelSource, tasks: Sequence[Task], plan: Plan, *, evaluat
     Raises:
         ReadError, TaskError: a task that cannot be run as asked; all files are read before anything is trained.
     """
+    from eval.saved_model import check_savable
+
     suite = _Suite(source, plan)
     data = {task.name: read_task(task, plan.data, plan.max_train_examples) for task in tasks}
     for task in tasks:
         for recipe in plan.recipes(task):
             _check_length(recipe, source)
+        if plan.save_models:
+            check_savable(source, task)
     if evaluate_only:
         for task in tasks[plan.part :: plan.parts]:
             suite.score_as_it_is(data[task.name], plan.recipe(task))
@@ -70,6 +73,7 @@ class _Suite:
     def run(self, data: TaskData, recipe: Recipe, seed: int) -> None:
         """Fine-tune, score and write one result, unless it is there."""
         from eval.finetune import finetune
+        from eval.saved_model import model_folder, save_fine_tuned
 
         label = f"{data.task.name} seed {seed}"
         if self.plan.grid:
@@ -88,6 +92,10 @@ class _Suite:
             features=data.task.features,
         )
         result |= self._scores(data, recipe, trained.model, result, None)
+        if self.plan.save_models:
+            save_fine_tuned(
+                trained.model, self.source, data.task, label_names(data), model_folder(self.plan.output, result)
+            )
         if trained.diverged_at is not None:
             undefined = Score(None, f"training diverged at step {trained.diverged_at}")
             for scores in result["splits"].values():
@@ -111,8 +119,7 @@ class _Suite:
         if self._finished(result, data.task.name):
             return
         start = time.perf_counter()
-        names = () if isinstance(data.train, SquadData) else data.train.label_names
-        model, order = load_fine_tuned(self.source, data.task, names)
+        model, order = load_fine_tuned(self.source, data.task, label_names(data))
         result |= self._scores(data, recipe, model.to(self.device), result, order)
         self._write(result | {"seconds": round(time.perf_counter() - start, 3)}, data.task.name)
 
@@ -139,8 +146,12 @@ class _Suite:
         return result
 
     def _finished(self, result: dict[str, Any], label: str) -> bool:
+        from eval.saved_model import model_folder
+
         finished = read_result(result_path(self.plan.output, result))
-        if finished is None or (self.plan.predictions and not predictions_folder(self.plan.output, result).is_dir()):
+        wanted = [predictions_folder(self.plan.output, result)] if self.plan.predictions else []
+        wanted += [model_folder(self.plan.output, result)] if self.plan.save_models else []
+        if finished is None or not all(folder.is_dir() for folder in wanted):
             return False
         print(f"{label}: {_headline_text(finished)} (finished before)")
         return True

@@ -64,6 +64,11 @@ def read_examples(data: Path, task: Task, split: str) -> AnyExamples:
     return read_split(data, task, split)
 
 
+def label_names(data: TaskData) -> tuple[str, ...]:
+    """The task's labels in the order of their ids; none for spans, choices and regression."""
+    return () if isinstance(data.train, SquadData) or data.task.head == "choice" else data.train.label_names
+
+
 def labelled(examples: AnyExamples) -> bool:
     """Whether there is something to train on or to score."""
     return not isinstance(examples, Examples) or examples.labels is not None
