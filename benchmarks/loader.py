@@ -132,8 +132,7 @@ def main() -> None:
             f"resume        {seconds:12.3f} s to the first step in epoch 70 of {RESUME_EXAMPLES:,} examples (goal: 1 s)"
         )
         index.close()
-    # The goal is a rate, 100,000 a second; as a share of bare reading it is this.
-    report("loader", loader, "examples per CPU second", bare, round(NEEDED_PER_SECOND / bare, 4))
+    report("loader", loader, "examples per CPU second", bare, needed=NEEDED_PER_SECOND)
 
 
 if __name__ == "__main__":

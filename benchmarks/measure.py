@@ -40,8 +40,23 @@ def peak_megabytes() -> float:
     return float("nan")
 
 
-def report(name: str, value: float, unit: str, peer: float, goal: float, *, higher_is_better: bool = True) -> None:
-    """Print the closing JSON line: ratio is value/peer, `met` compares it with the goal."""
+def report(
+    name: str,
+    value: float,
+    unit: str,
+    peer: float,
+    goal: float | None = None,
+    *,
+    needed: float | None = None,
+    higher_is_better: bool = True,
+) -> None:
+    """Print the closing JSON line: ratio is value/peer, `met` compares it with the goal.
+
+    Where the goal is a value and no ratio it is given as `needed`, and shown in the line beside the ratio that it is.
+    """
+    if needed is not None:
+        goal = round(needed / peer, 4)
+    assert goal is not None
     ratio = value / peer if peer else float("nan")
     met = ratio >= goal if higher_is_better else ratio <= goal
     line = {
@@ -51,7 +66,8 @@ def report(name: str, value: float, unit: str, peer: float, goal: float, *, high
         "peer": round(peer, 4),
         "ratio": round(ratio, 4),
         "goal": goal,
-        "met": met,
+        **({} if needed is None else {"needed": needed}),
+        "met": met if needed is None else value >= needed,
         "machine": machine(),
     }
     print(json.dumps(line))
