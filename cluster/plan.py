@@ -44,14 +44,28 @@ DEVICES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The sizes of a BERT encoder with its pre-training heads; names as in the `[model]` table."""
+    """An encoder of the BERT family with its pre-training heads; names and defaults as in the `[model]` table."""
 
     layers: int = 12
     hidden: int = 768
     heads: int = 12
     intermediate: int = 3072
     vocab_size: int = 30522
+    pad_vocab_to: int = 8
     max_positions: int = 512
+    embedding_size: int = 0
+    """Width of a factorised word embedding; 0: the hidden size."""
+    share_layers: bool = False
+    gated: bool = False
+    biases: bool = True
+    norm: str = "post"
+    positions: str = "learned"
+    position_offset: int = 0
+    type_vocab: int = 2
+    sentence_objective: str = "nsp"
+    pooler: bool | None = None
+    local_window: int = 0
+    global_every: int = 1
 
     def __post_init__(self) -> None:
         """Refuse sizes below 1.
@@ -59,35 +73,56 @@ class Shape:
         Raises:
             PlanError: names the key.
         """
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name in ("layers", "hidden", "heads", "intermediate", "vocab_size", "pad_vocab_to", "max_positions"):
+            value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise PlanError(f"model.{field.name} is {value!r}, expected a number of at least 1")
+                raise PlanError(f"model.{name} is {value!r}, expected a number of at least 1")
 
     @property
-    def matrix_parameters(self) -> int:
-        """Weights that every token is multiplied with: query, key, value, output and the two feed-forward matrices."""
-        return self.layers * (4 * self.hidden**2 + 2 * self.hidden * self.intermediate)
+    def embedding_width(self) -> int:
+        """Width of the word embedding and of the MLM head's output."""
+        return self.embedding_size or self.hidden
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the word embedding."""
+        return -(-self.vocab_size // self.pad_vocab_to) * self.pad_vocab_to
+
+    @property
+    def layer_matrices(self) -> int:
+        """Weights of one layer that every token is multiplied with: query, key, value, output, feed-forward."""
+        return 4 * self.hidden**2 + (3 if self.gated else 2) * self.hidden * self.intermediate
 
     @property
     def parameters(self) -> int:
-        """All of them, with embeddings, pooler, MLM head (decoder tied) and NSP head: 110,106,428 for BERT-base."""
-        hidden = self.hidden
-        embeddings = (self.vocab_size + self.max_positions + 2) * hidden + 2 * hidden
-        vectors = self.layers * (9 * hidden + self.intermediate)
-        heads = (hidden**2 + hidden) + (hidden**2 + 3 * hidden + self.vocab_size) + (2 * hidden + 2)
-        return embeddings + self.matrix_parameters + vectors + heads
+        """All of them, with embeddings, pooler, MLM head (decoder tied) and sentence head."""
+        hidden, width, paired = self.hidden, self.embedding_width, self.sentence_objective != "none"
+        tables = self.padded_vocab + self.type_vocab
+        tables += (self.max_positions + self.position_offset) * (self.positions == "learned")
+        embeddings = tables * width + self._norm(width) + ((width + 1) * hidden if self.embedding_size else 0)
+        biases = (5 * hidden + (2 if self.gated else 1) * self.intermediate) if self.biases else 0
+        layer = self.layer_matrices + biases + 2 * self._norm(hidden)
+        layers = layer * (1 if self.share_layers else self.layers)  # with pre-norm the first norm stands at the end
+        pooler = hidden**2 + hidden if (paired if self.pooler is None else self.pooler) else 0
+        head = hidden * width + (width if self.biases else 0) + self._norm(width) + self.padded_vocab
+        return embeddings + layers + pooler + head + ((2 * hidden + 2) if paired else 0)
+
+    def _norm(self, width: int) -> int:
+        """Weights of a layer norm."""
+        return (2 if self.biases else 1) * width
 
     def flops_per_token(self, length: int, predicted: float) -> float:
         """Forward and backward, two operations a multiplication; backward is twice the forward.
 
         Args:
-            length: tokens of an example; attention costs grow with it.
+            length: tokens of an example; attention costs grow with it, in local layers only up to their window.
             predicted: share of tokens that the MLM head runs on.
         """
-        attention = 4 * self.layers * length * self.hidden
-        head = predicted * 2 * (self.hidden**2 + self.hidden * self.vocab_size)
-        return 3 * (2 * self.matrix_parameters + attention + head)
+        local = min(length, self.local_window)
+        spans = [local if self.local_window and layer % self.global_every else length for layer in range(self.layers)]
+        width = self.embedding_width
+        head = predicted * 2 * (self.hidden * width + width * self.padded_vocab)
+        return 3 * (2 * self.layers * self.layer_matrices + 4 * self.hidden * sum(spans) + head)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,10 +177,11 @@ def state_bytes(parameters: int, ranks: int, stage: int) -> float:
 def activation_bytes(shape: Shape, tokens: int, *, checkpointing: bool, predicted: float = 0.15) -> float:
     """Half-precision activations kept for the backward pass of one micro-batch of `tokens`.
 
-    34 bytes a token, layer and unit of width without the attention matrix, which fused attention never stores; with
-    recomputation 2, and one layer's 34. The MLM head adds its logits in half and full precision.
+    A token and layer keep 18 bytes a unit of width and 4 a unit of the feed-forward's (8 where it is gated), 34 a unit of
+    width where that is four times as wide; the attention matrix is not among them: fused attention never stores it. With
+    recomputation 2 a unit of width, and all of one layer's. The MLM head adds its logits in half and full precision.
     """
-    layer = 34 * shape.hidden
+    layer = 18 * shape.hidden + (8 if shape.gated else 4) * shape.intermediate
     kept = 2 * shape.hidden * shape.layers + layer if checkpointing else layer * shape.layers
     return tokens * (kept + predicted * 6 * shape.vocab_size)
 
@@ -233,7 +269,7 @@ def shape_of(tree: Mapping[str, Any], presets: Path) -> Shape:
     """The sizes in a configuration's `[model]`, `[tokenizer]` and `[data]` tables; other keys do not change the plan.
 
     Raises:
-        PlanError: an unknown preset, or an encoder that these formulas do not describe.
+        PlanError: an unknown preset, or a BiLSTM, which these formulas do not describe.
     """
     table = dict(tree.get("model", {}))
     if preset := table.get("preset"):
@@ -241,9 +277,8 @@ def shape_of(tree: Mapping[str, Any], presets: Path) -> Shape:
         if not file.is_file():
             raise PlanError(f"model.preset {preset!r}: no {file}")
         table = {**tomllib.loads(file.read_text(encoding="utf-8")), **table}
-    for key in ("gated", "share_layers", "bilstm", "embedding_size", "local_window"):
-        if table.get(key):
-            raise PlanError(f"model.{key} is set: the planner knows BERT's plain encoder only")
+    if table.get("bilstm"):
+        raise PlanError("model.bilstm is set: the planner knows no BiLSTM")
     if not table.get("vocab_size"):
         table["vocab_size"] = tree.get("tokenizer", {}).get("vocab_size", 30522)
     return Shape(**{field.name: table[field.name] for field in fields(Shape) if field.name in table})
@@ -294,6 +329,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"plan: {error}", file=sys.stderr)
         return 2
     print(describe(shape, run, device))
+    if tree.get("phases"):
+        print("phases           not told apart: all steps are planned with [train] and this length")
     return 0
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from cluster.plan import GIB, state_bytes
+from dataclasses import fields
+
+from cluster.plan import GIB, Shape, activation_bytes, state_bytes
 from cluster.world import World
 from pretrain.config import TrainConfig
 from pretrain.deepspeed_config import accumulation_steps, precision, zero_stage
@@ -30,11 +32,12 @@ def describe_run(config: TrainConfig, world: World) -> str:
     stage = zero_stage(config)
     memory = state_bytes(parameters, world.size, stage) / GIB
     lines = [f"parameters     {parameters:,}"]
+    if config.schedule.budget_hours:
+        lines.append(f"time           {config.schedule.budget_hours:g} hours of training; steps and tokens are at most")
     for phase in phases_of(config):
         lines += _phase_lines(phase, world, numbered=bool(config.phases), run_data_dir=config.data.dir)
     lines.append(
-        f"memory         {memory:.2f} GiB a rank for weights, gradients and optimizer, ZeRO {stage}, {precision(config)}; "
-        "activations: python -m cluster.plan"
+        f"memory         {memory:.2f} GiB a rank for weights, gradients and optimizer, ZeRO {stage}, {precision(config)}"
     )
     return "\n".join([*lines, f"run folder     {config.run.dir}"])
 
@@ -43,7 +46,12 @@ def _phase_lines(phase: Phase, world: World, *, numbered: bool, run_data_dir: st
     part, train, steps = phase.config, phase.config.train, phase.end - phase.start
     sizes = f"{train.micro_batch} x {accumulation_steps(part, world.size)} x {world.size} ranks"
     own = " of this phase alone" if phase.own_schedule else ""
-    schedule = f"{part.optimizer.name} {part.optimizer.lr:g}, {part.schedule.shape}, warm-up {part.schedule.warmup_steps:,}{own}"
+    warmup = (
+        f"{part.schedule.warmup_share:.0%} of the time"
+        if part.schedule.budget_hours
+        else f"{part.schedule.warmup_steps:,}"
+    )
+    schedule = f"{part.optimizer.name} {part.optimizer.lr:g}, {part.schedule.shape}, warm-up {warmup}{own}"
     lines = [f"phase {phase.number}"] if numbered else []
     lines += [
         f"global batch   {train.global_batch} = {sizes}",
@@ -53,7 +61,10 @@ def _phase_lines(phase: Phase, world: World, *, numbered: bool, run_data_dir: st
     if not RunData.is_built(part):
         lines.append(f"data           not built yet: python -m data_pipeline.build, into {part.data.dir}")
         if part.data.dir == run_data_dir:  # the sequence length of other data is not known before they are built
-            lines.append(f"tokens seen    at most {seen * part.data.max_seq_length:,}")
+            lines += [
+                f"tokens seen    at most {seen * part.data.max_seq_length:,}",
+                _activations(part, part.data.max_seq_length),
+            ]
         return lines
     index = RunData(part).index
     return [
@@ -61,4 +72,15 @@ def _phase_lines(phase: Phase, world: World, *, numbered: bool, run_data_dir: st
         f"data           {index.examples:,} examples, {index.tokens:,} tokens",
         f"epochs         {seen / index.examples:.2f}",
         f"tokens seen    {seen * index.tokens / index.examples:,.0f}",
+        _activations(part, index.info.max_seq_length),
     ]
+
+
+def _activations(config: TrainConfig, length: int) -> str:
+    """By the planner's formula, which is of 16-bit activations: twice that in fp32. Nothing where it has none."""
+    model, tokens = config.model, config.train.micro_batch * length
+    shape = Shape(**{field.name: getattr(model, field.name) for field in fields(Shape)})
+    predicted = config.data.mask_prob
+    size = activation_bytes(shape, tokens, checkpointing=model.activation_checkpointing, predicted=predicted) / GIB
+    size *= 2 if precision(config) == "fp32" else 1
+    return f"activations    about {size:.2f} GiB a rank at most, of {config.train.micro_batch} x {length} tokens"

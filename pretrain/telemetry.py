@@ -45,13 +45,14 @@ def training_flops(model: EncoderConfig, *, tokens: float, predictions: float, e
     """FLOPs that forward and backward need: matrix products only, backward counted as twice forward.
 
     Per token and layer 2 FLOPs a weight: attention 4 h^2, feed-forward 2 h i (3 h i gated); attention scores and
-    values 4 h s with s the mean length; per prediction the head's h^2 and h V. As in https://arxiv.org/abs/2204.02311,
+    values 4 h s with s the mean length, in local layers at most their window; per prediction the head's h^2 and h V. As in https://arxiv.org/abs/2204.02311,
     appendix B, recomputed activations are not counted.
     """
     hidden = model.hidden
     length = tokens / max(examples, 1)
     weights = 4 * hidden**2 + (3 if model.gated else 2) * hidden * model.intermediate
-    per_token = model.layers * (2 * weights + 4 * hidden * length)
+    spans = sum(length if model.is_global(layer) else min(length, model.local_window) for layer in range(model.layers))
+    per_token = model.layers * 2 * weights + 4 * hidden * spans
     per_prediction = 2 * hidden * model.embedding_width + 2 * model.embedding_width * model.padded_vocab_size
     return 3 * (tokens * per_token + predictions * per_prediction)
 

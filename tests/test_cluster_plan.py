@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.plan import DEVICES, Plan, PlanError, Run, Shape, main, plan, shape_of, state_bytes
+from cluster.plan import DEVICES, Plan, PlanError, Run, Shape, activation_bytes, main, plan, shape_of, state_bytes
 from pretrain.encoder import BertForPreTraining
-from pretrain.model_config import EncoderConfig
+from pretrain.model_config import load_encoder_config
+from pretrain.telemetry import training_flops
 
 ROOT = Path(__file__).parent.parent
-LARGE = Shape(layers=24, hidden=1024, heads=16, intermediate=4096)
-BASE = Shape()
+LARGE = Shape(layers=24, hidden=1024, heads=16, intermediate=4096, pad_vocab_to=1)
+BASE = Shape(pad_vocab_to=1)
+PRESETS = ROOT / "configs" / "models"
 
 
 def planned(shape: Shape, device: str, *, gpus: int, sequences: int, mfu: float = 0, **more: float) -> Plan:
@@ -32,13 +34,36 @@ def planned(shape: Shape, device: str, *, gpus: int, sequences: int, mfu: float 
     return plan(shape, run)
 
 
-@pytest.mark.parametrize("name", ["tiny", "mini", "small", "medium", "base", "large"])
-def test_parameters_equal_the_real_model(name: str) -> None:
-    shape = shape_of({"model": {"preset": f"bert-{name}", "vocab_size": 30522}}, ROOT / "configs" / "models")
-    sizes = {key: getattr(shape, key) for key in ("layers", "hidden", "heads", "intermediate", "max_positions")}
+@pytest.mark.parametrize("name", sorted(path.stem for path in PRESETS.glob("*.toml")))
+@pytest.mark.parametrize(
+    "changes", [{}, {"norm": "pre", "biases": False, "gated": True, "positions": "rotary", "layers": 3}]
+)
+def test_parameters_equal_the_real_model(name: str, changes: dict[str, object]) -> None:
+    """BERT, RoBERTa, ALBERT (factorised, shared), DistilBERT and ModernBERT (gated, no biases), as they are and mixed."""
+    table = {"preset": name, "vocab_size": 30522, **changes}
+    config = load_encoder_config(table)
+    if config.bilstm:
+        pytest.skip("the planner knows no BiLSTM")
     with torch.device("meta"):
-        model = BertForPreTraining(EncoderConfig(**sizes, vocab_size=30522, pad_vocab_to=1))
-    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+        model = BertForPreTraining(config)
+    assert shape_of({"model": table}, PRESETS).parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["bert-tiny", "albert-base", "modern-base", "distilbert-base"])
+def test_operations_equal_those_that_a_run_reports(name: str) -> None:
+    table = {"preset": name, "vocab_size": 30522}
+    for length in (64, 512):
+        reported = training_flops(load_encoder_config(table), tokens=length * 10, predictions=length, examples=10)
+        assert shape_of({"model": table}, PRESETS).flops_per_token(length, 0.1) * length * 10 == pytest.approx(reported)
+
+
+def test_activations_of_gated_and_shared_layers_by_hand() -> None:
+    modern = shape_of({"model": {"preset": "modern-base"}}, PRESETS)
+    assert activation_bytes(modern, 1, checkpointing=False, predicted=0.0) == 22 * (18 * 768 + 8 * 1152)
+    albert = shape_of(
+        {"model": {"preset": "albert-base"}}, PRESETS
+    )  # weights are shared, what passes through them is not
+    assert activation_bytes(albert, 1, checkpointing=False, predicted=0.0) == 12 * 34 * 768
 
 
 def test_parameters_equal_the_published_checkpoints() -> None:
@@ -115,5 +140,5 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("[train]\nsteps = 1\nglobal_batch = 8\n")
     assert main(["--config", str(tmp_path / "c.toml"), "--device", "h100"]) == 2
     assert "key train.micro_batch is missing" in capsys.readouterr().err
-    with pytest.raises(PlanError, match="plain encoder only"):
-        shape_of({"model": {"preset": "modern-base"}}, ROOT / "configs" / "models")
+    with pytest.raises(PlanError, match="knows no BiLSTM"):
+        shape_of({"model": {"bilstm": 2}}, PRESETS)
