@@ -248,7 +248,7 @@ class TrainEngine:
         """
         if len(micro_batches) != self.accumulation:
             raise ValueError(f"expected {self.accumulation} micro-batches a step, got {len(micro_batches)}")
-        local = np.sum([_counts(batch) for batch in micro_batches], axis=0)
+        local = np.sum([self._counts(batch) for batch in micro_batches], axis=0)
         shared = self._send([*local[:3], float(stop), float(busy), 0.0 if self.world.rank else seconds_used])
         dist.all_reduce(shared)
         asked = HostCopy(shared[3:])
@@ -307,7 +307,16 @@ class TrainEngine:
         """(9,) float64: `SUMS` of one batch on this rank, losses as plain sums, without dropout."""
         self._engine.eval()
         _, sums = self._engine(batch.to(self.device), torch.ones(3, device=self.device))
-        return torch.cat([sums, torch.tensor(_counts(batch), dtype=torch.float64, device=self.device)])
+        return torch.cat([sums, torch.tensor(self._counts(batch), dtype=torch.float64, device=self.device)])
+
+    def _counts(self, batch: Batch) -> tuple[int, int, int, int]:
+        """Predictions, pairs, tokens and examples of a batch that is still on the CPU.
+
+        A model without a sentence head answers no pair, whatever labels the data have.
+        """
+        paired = self.config.model.sentence_objective != "none"
+        pairs = int((batch.nsp_labels_E >= 0).sum()) if paired else 0
+        return len(batch.mask_labels_P), pairs, batch.tokens, batch.examples
 
     def save(self, folder: Path, tag: str, copies: HostCopies | None = None) -> Callable[[], None]:
         """Write DeepSpeed's own files below `folder/tag`, which exists; every rank calls this.
@@ -393,8 +402,3 @@ def _unpartitioned_masters(optimizer: Any) -> dict[Any, torch.Tensor]:
     if not low or not high or type(optimizer).__name__ != "FP16_UnfusedOptimizer":
         return {}
     return {p: master for ps, masters in zip(low, high, strict=True) for p, master in zip(ps, masters, strict=True)}
-
-
-def _counts(batch: Batch) -> tuple[int, int, int, int]:
-    """Predictions, pairs, tokens and examples of a batch that is still on the CPU."""
-    return len(batch.mask_labels_P), int((batch.nsp_labels_E >= 0).sum()), batch.tokens, batch.examples

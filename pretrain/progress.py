@@ -74,11 +74,12 @@ class ProgressDisplay:
             )
 
     def validation(self, record: Mapping[str, Any]) -> None:
-        """Show one line of validation metrics."""
+        """Show one line of validation metrics; a model without a sentence head has no sentence accuracy."""
+        pairs = record["nsp_accuracy"]
         self.say(
             f"step {record['step']}/{self._total}  held-out: MLM loss {_number(record['mlm_loss'])}  "
-            f"accuracy {_number(record['mlm_accuracy'], 3)}  perplexity {_number(record['perplexity'], 1)}  "
-            f"NSP accuracy {_number(record['nsp_accuracy'], 3)}"
+            f"accuracy {_number(record['mlm_accuracy'], 3)}  perplexity {_number(record['perplexity'], 1)}"
+            + ("" if pairs is None else f"  NSP accuracy {_number(pairs, 3)}")
         )
 
     def say(self, text: str) -> None:

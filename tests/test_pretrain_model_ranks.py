@@ -116,6 +116,9 @@ def test_two_ranks_distil_as_one_process_of_plain_torch(runs, plain, stage):
         assert line["loss"] == pytest.approx(line["mlm_loss"] + line["distillation_loss"])
     (held_out,) = [line for line in lines if line["kind"] == "validation"]
     assert 0 < held_out["mlm_loss"] < 20
+    # The data have labels of pairs, the student has no sentence head: no accuracy of 0 is made up.
+    assert [line["nsp_accuracy"] for line in lines] == [None] * len(lines)
+    assert "NSP" not in (runs / "rank-0.log").read_text()
     assert "student of 2 layers from the 4 of" in (runs / "rank-0.log").read_text()
 
 
