@@ -28,6 +28,7 @@ class Plan:
         start_task: fine-tune on this task first and start the others from there; empty: from the checkpoint.
         predictions: also write prediction files (unlabelled test splits, SQuAD's answers).
         save_models: also write each fine-tuned model as a Hugging Face folder.
+        precision: "fp32", or "bf16": matrix products in bfloat16, weights and optimizer in fp32.
         part, parts: this process takes every `parts`-th run from number `part` on.
         device: "cpu", "cuda", or "auto".
     """
@@ -42,6 +43,7 @@ class Plan:
     start_task: str = ""
     predictions: bool = False
     save_models: bool = False
+    precision: str = "fp32"
     part: int = 0
     parts: int = 1
     device: str = "auto"

@@ -222,6 +222,8 @@ def task_label(group: Mapping[str, Any]) -> str:
         label += f" from {group['start']['task']}"
     if "bilstm" in group:
         label += " + BiLSTM"
+    if "precision" in group:
+        label += f" in {group['precision']}"
     if "best_of_grid" in group:
         label += f", best of {group['best_of_grid']} settings on dev"
     return label

@@ -15,10 +15,10 @@ from eval.metrics import Score, summarise
 SCHEMA = 1
 IDENTITY = (
     *("task", "task_version", "recipe", "seed", "train_examples_limit", "data_sha256", "model", "tokenizer"),
-    *("start", "bilstm"),
+    *("start", "bilstm", "precision"),
 )
 """Keys of a result that decide its score; `start` only where another task was trained on first, `bilstm` only where a new
-BiLSTM is on top of the encoder."""
+BiLSTM is on top of the encoder, `precision` only where it is not fp32."""
 
 
 def identity_hash(result: Mapping[str, Any]) -> str:

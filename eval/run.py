@@ -90,6 +90,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--part", default="0/1", metavar="K/N", help="take part K of N of the runs, for a job array")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one")
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16"), default="fp32", help="bf16: matrix products in bfloat16 (default fp32)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="read the data, say what would run, train nothing")
     return parser
 
@@ -157,6 +160,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
         start_task=options.start_task,
         predictions=options.predictions,
         save_models=options.save_models,
+        precision=options.precision,
         part=part,
         parts=parts,
         device=options.device,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -44,12 +45,13 @@ def run_suite(source: ModelSource, tasks: Sequence[Task], plan: Plan, *, evaluat
             _check_length(recipe, source)
         if plan.save_models:
             check_savable(source, task)
-    if evaluate_only:
-        for task in tasks[plan.part :: plan.parts]:
-            suite.score_as_it_is(data[task.name], plan.recipe(task))
-    else:
-        for task, recipe, seed in plan.runs(tasks):
-            suite.run(data[task.name], recipe, seed)
+    with suite.autocast():
+        if evaluate_only:
+            for task in tasks[plan.part :: plan.parts]:
+                suite.score_as_it_is(data[task.name], plan.recipe(task))
+        else:
+            for task, recipe, seed in plan.runs(tasks):
+                suite.run(data[task.name], recipe, seed)
     return write_summary(plan.output)
 
 
@@ -69,6 +71,13 @@ class _Suite:
         self.device = resolve_device(plan.device)
         self.start = read_task(select_tasks([plan.start_task])[0], plan.data) if plan.start_task else None
         self.started: tuple[int, Encoder] | None = None
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Under which models compute. Nothing is kept from one step to the next: weights change in between."""
+        import torch
+
+        kind = torch.device(self.device).type
+        return torch.autocast(kind, torch.bfloat16, enabled=self.plan.precision == "bf16", cache_enabled=False)
 
     def run(self, data: TaskData, recipe: Recipe, seed: int) -> None:
         """Fine-tune, score and write one result, unless it is there."""
@@ -137,6 +146,8 @@ class _Suite:
         }
         if self.source.bilstm:
             result["bilstm"] = self.source.bilstm
+        if self.plan.precision != "fp32":
+            result["precision"] = self.plan.precision
         if self.start is not None and self.start.task != data.task:
             result["start"] = {
                 "task": self.start.task.name,

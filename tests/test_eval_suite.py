@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 
 from eval.job_array import main as array_main
 from eval.plan import PAPER, Plan, parse_grid, parse_part
-from eval.run import main
+from eval.run import main, visible_gpus, worker_environment
 from eval.score import main as score_main
 from eval.submission import main as submission_main
 from eval.tasks import TASKS, TaskError
@@ -232,6 +234,28 @@ def test_dry_run_estimates_the_time(
     assert not (tmp_path / "out").exists()
 
 
+def test_bfloat16_is_another_experiment_with_finite_scores(model: Path, data: Path, tmp_path: Path) -> None:
+    for more in ([], ["--precision", "bf16"]):
+        assert main(command(model, data, tmp_path, "--tasks", "SST-2", *more)) == 0
+    groups = json.loads((tmp_path / "results.json").read_text())["results"]
+    plain, coarse = sorted(groups, key=lambda group: group.get("precision", ""))
+    assert coarse["precision"] == "bf16" and "precision" not in plain
+    accuracy = coarse["splits"]["dev"]["metrics"]["accuracy"]["mean"]
+    assert accuracy > 0.9
+    # It learns from the weights of each step, and its losses are those of coarser products.
+    losses = [json.loads(path.read_text())["final_loss"] for path in tmp_path.glob("SST-2/seed-*.json")]
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], abs=0.1)
+
+
+def test_each_worker_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5f")
+    assert visible_gpus() == ["4", "GPU-5f"]
+    given = [worker_environment(part, 3, visible_gpus())["CUDA_VISIBLE_DEVICES"] for part in range(3)]
+    assert given == ["4", "GPU-5f", "4"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == [] and "CUDA_VISIBLE_DEVICES" not in worker_environment(0, 2, [])
+
+
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_workers_share_the_runs(model: Path, data: Path, tmp_path: Path) -> None:
@@ -239,6 +263,30 @@ def test_workers_share_the_runs(model: Path, data: Path, tmp_path: Path) -> None
     assert main(arguments) == 0
     (group,) = json.loads((tmp_path / "results.json").read_text())["results"]
     assert group["seeds"] == [0, 1]
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_a_job_array_on_a_real_cluster(
+    slurm_script: Callable[..., subprocess.CompletedProcess[str]], model: Path, data: Path, tmp_path: Path
+) -> None:
+    """Tasks x grid x seeds through sbatch; the summary afterwards repeats nothing."""
+    run = command(model, data, tmp_path / "out", "--tasks", "SST-2", "--epochs", "1", "--grid", "batch_size=16,32")
+    array = [sys.executable, "-m", "eval.job_array", "--elements", "2", "--time", "5", "--", *run]
+    queued = slurm_script("exec", *array)
+    assert queued.returncode == 0, queued.stderr
+    until = time.monotonic() + 300  # the bound is there to end a broken test
+    while len(list(tmp_path.glob("out/SST-2/seed-*.json"))) < 2:
+        assert time.monotonic() < until, [path.read_text() for path in tmp_path.glob("out/eval-*.log")]
+        time.sleep(0.5)
+    job = queued.stdout.strip()
+    logs = {f"eval-{job}-{element}.log" for element in range(2)}
+    assert {path.name for path in (tmp_path / "out").glob("eval-*.log")} == logs
+    before = {path: path.read_bytes() for path in tmp_path.glob("out/SST-2/seed-*.json")}
+    assert main(run) == 0
+    assert {path: path.read_bytes() for path in tmp_path.glob("out/SST-2/seed-*.json")} == before
+    groups = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
+    assert sorted(group["recipe"]["batch_size"] for group in groups) == [16, 32]
 
 
 @pytest.mark.slow
