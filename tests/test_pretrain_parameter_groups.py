@@ -29,6 +29,21 @@ def test_r23_every_tensor_is_in_one_group(layers, tensors, decaying):
     assert all(name.endswith("bias") or "norm" in name for name in fixed)
 
 
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"architecture": "albert", "embedding_size": 4, "share_layers": True, "sentence_objective": "sop"},
+        {"norm": "pre", "gated": True, "positions": "rotary", "bilstm": 1},
+        {"norm": "pre", "biases": False, "type_vocab": 0, "sentence_objective": "none"},
+    ],
+)
+def test_r23_no_bias_and_no_norm_decays_in_other_members_of_the_family(table):
+    sizes = {"layers": 2, "hidden": 8, "heads": 2, "intermediate": 16, "vocab_size": 50}
+    model = BertForPreTraining(load_encoder_config({**sizes, **table}))
+    _, _, fixed = counts(model)
+    assert {name for name, _ in model.named_parameters() if "bias" in name or "norm" in name} == fixed
+
+
 def test_r23_the_rule_does_not_read_names():
     table = {"layers": 1, "hidden": 8, "heads": 2, "intermediate": 16, "vocab_size": 50}
     model = BertForPreTraining(load_encoder_config(table))
