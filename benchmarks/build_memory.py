@@ -1,4 +1,4 @@
-"""Peak memory of a worker of a build, for a corpus and for one ten times as large.
+"""Peak memory of a worker of a build, for a corpus of 100 MB and for one of 1 GB.
 
 One process does all the work here, so its peak is that of a worker and of the build around it.
 The text is pre-split, so that the pipeline itself is measured and not the sentence splitter; the larger corpus repeats the
@@ -50,8 +50,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         vocabulary_path = vocabulary(folder, lines)
-        small = peak_megabytes(folder / "small", text, 1 if quick else 4, vocabulary_path)
-        large = peak_megabytes(folder / "large", text, 4 if quick else 40, vocabulary_path)
+        small = peak_megabytes(folder / "small", text, 1 if quick else 20, vocabulary_path)
+        large = peak_megabytes(folder / "large", text, 4 if quick else 200, vocabulary_path)
     print(f"limit: {LIMIT_MEGABYTES} MB a worker, {'kept' if large < LIMIT_MEGABYTES else 'EXCEEDED'}")
     report("build_memory", large, "MB at the peak", small, GOAL, higher_is_better=False)
 

@@ -36,7 +36,7 @@ from data_pipeline.pairs import Pairs, build_ordered_pairs, build_pairs
 from data_pipeline.records import Block
 from data_pipeline.shards import ShardRecord, ShardWriter
 from data_pipeline.stats import BucketStats
-from data_pipeline.token_store import Documents, TokenFile, concatenate, id_dtype, ranges
+from data_pipeline.token_store import Documents, TokenFile, id_dtype, ranges, read_groups
 from data_pipeline.tokenize_stage import open_tokenizer
 from data_pipeline.tokenizer import Tokenizer
 from data_pipeline.word_segmenter import segmenter_version
@@ -92,7 +92,7 @@ def read_bucket(files: list[TokenFile], groups: range, dtype: np.dtype) -> Docum
 
     Documents that share a key (nothing forbids it in a JSONL file) are ordered by their ids.
     """
-    documents = concatenate([file.read(groups) for file in files], dtype)
+    documents = read_groups(files, groups, dtype)
     keys = documents.keys
     order = sorted(range(len(keys)), key=keys.__getitem__)
     if any(keys[a] == keys[b] for a, b in itertools.pairwise(order)):

@@ -15,6 +15,7 @@ Legend: `D` documents, `S` sentences, `E` pairs.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -119,7 +120,7 @@ def build_ordered_pairs(
     A document of one sentence, or a last sentence left alone, makes no pair; such tokens count as truncated.
     """
     room = max_seq_length - STRUCTURAL_TOKENS
-    before = [0, *np.cumsum(sentence_lengths).tolist()]
+    before = _integers(np.concatenate([[0], np.cumsum(sentence_lengths)]))
     draws = _draws(rng)
     rows: list[tuple[int, int, int, int, int, int, int]] = []
     i = alone = 0
@@ -176,16 +177,13 @@ def _choose_sentences(
     document_ends = np.cumsum(sentence_counts)
     # before[i] is the number of tokens before sentence i, so that a chunk is one search, not a loop over sentences.
     before = np.concatenate([[0], np.cumsum(sentence_lengths)])
-    full_ends = np.minimum(
-        np.searchsorted(before, before[:-1] + room), np.repeat(document_ends, sentence_counts)
-    ).tolist()
-    before_list = before.tolist()
+    full_ends = _integers(
+        np.minimum(np.searchsorted(before, before[:-1] + room), np.repeat(document_ends, sentence_counts))
+    )
+    before_each = _integers(before)
     blocks: list[np.ndarray] = []
     draws = _kept_draws(rng, blocks)
-    firsts: list[int] = []
-    a_ends: list[int] = []
-    chunk_ends: list[int] = []
-    labels: list[int] = []
+    firsts, a_ends, chunk_ends, labels = (array("q") for _ in range(4))
     owed = forced_random = 0
     coin = RANDOM
     antithetic = False
@@ -195,7 +193,7 @@ def _choose_sentences(
             short, length, split, toss = next(draws)
             if short < short_seq_prob:
                 target = 2 + int(length * (room - 1))
-                chunk_end = bisect_left(before_list, before_list[i] + target, i + 1, document_end)
+                chunk_end = bisect_left(before_each, before_each[i] + target, i + 1, document_end)
             else:
                 chunk_end = full_ends[i]
             sentences = chunk_end - i
@@ -220,7 +218,8 @@ def _choose_sentences(
             labels.append(label)
             i = chunk_end if label == NEXT else a_end  # of a random pair, what the chunk held beyond A is put back
     first, a_end_of, chunk_end_of, label_of = (
-        np.array(part, np.int64) for part in (firsts, a_ends, chunk_ends, labels)
+        np.frombuffer(part, np.int64) if part else np.zeros(0, np.int64)
+        for part in (firsts, a_ends, chunk_ends, labels)
     )
     document = np.searchsorted(document_ends, first, side="right")
     short_E, length_E, _, partner_E, place_E, _ = np.concatenate(blocks)[: len(first)].T
@@ -236,6 +235,11 @@ def _choose_sentences(
     b_first = np.where(follows, a_end_of, b_first)
     b_end = np.where(follows, chunk_end_of, b_end)
     return np.stack([document, first, a_end_of, b_document, b_first, b_end, label_of]), forced_random
+
+
+def _integers(values: np.ndarray) -> array[int]:
+    """For loops and searches in Python: as fast as a list and a fifth of its memory."""
+    return array("q", values.astype(np.int64, copy=False).tobytes())
 
 
 def _kept_draws(rng: np.random.Generator, blocks: list[np.ndarray]) -> Iterator[list[float]]:

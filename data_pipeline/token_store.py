@@ -18,7 +18,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -107,6 +107,29 @@ def concatenate(parts: Sequence[Documents], dtype: np.dtype) -> Documents:
         sentence_counts=np.concatenate([part.sentence_counts for part in parts]),
         sentence_lengths=np.concatenate([part.sentence_lengths for part in parts]),
         ids=np.concatenate([part.ids for part in parts]),
+    )
+
+
+def read_groups(files: Sequence[TokenFile], groups: range, dtype: np.dtype) -> Documents:
+    """All documents of groups in a row, file by file. The ids are in memory once, whatever they are read from.
+
+    Raises:
+        TokenStoreError: a file is shorter than its table says, or its bytes were changed.
+    """
+    keys: list[str] = []
+    counts, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    ids = bytearray()
+    for file in files:
+        for part in file.parts(groups):
+            keys += part.keys
+            counts.append(part.sentence_counts)
+            lengths.append(part.sentence_lengths)
+            ids += part.ids.astype(dtype, copy=False).data
+    return Documents(
+        keys=keys,
+        sentence_counts=np.concatenate(counts),
+        sentence_lengths=np.concatenate(lengths),
+        ids=np.frombuffer(ids, dtype),
     )
 
 
@@ -227,19 +250,22 @@ class TokenFile:
         return table[:, :, 1].sum(axis=0), table[:, :, 4].sum(axis=0)
 
     def read(self, groups: range) -> Documents:
-        """All documents of groups in a row, in the order of segments and groups.
+        """All documents of groups in a row, see `read_groups`."""
+        return read_groups([self], groups, self.dtype)
+
+    def parts(self, groups: range) -> Iterator[Documents]:
+        """The documents of groups in a row, in the order of segments and groups, those of each together.
 
         Raises:
             TokenStoreError: the file is shorter than its table says, or its bytes were changed.
         """
-        parts = []
         with self.path.open("rb") as file:
             for segment in range(self.segments):
                 # Only these rows: the tables of all files together are as large as the square of the corpus.
                 at = self._table_at + 8 * _COLUMNS * (segment * self.groups + groups.start)
                 rows = np.frombuffer(self._at(file, at, 8 * _COLUMNS * len(groups)), "<i8").reshape(-1, _COLUMNS)
-                parts += [self._read_group(file, *row) for row in rows[rows[:, 1] > 0].tolist()]
-        return concatenate(parts, self.dtype)
+                for row in rows[rows[:, 1] > 0].tolist():
+                    yield self._read_group(file, *row)
 
     def _read_group(
         self, file: IO[bytes], offset: int, documents: int, key_bytes: int, sentences: int, tokens: int, crc: int

@@ -18,7 +18,7 @@ from data_pipeline.masking import default_limit
 from data_pipeline.records import Block, Document
 from data_pipeline.sentences import split_sentences
 from data_pipeline.shards import ShardWriter, iter_members
-from data_pipeline.token_store import Documents
+from data_pipeline.token_store import Documents, TokenFile, TokenWriter
 from data_pipeline.tokenize_stage import batches, tokenize_batch
 from data_pipeline.tokenizer_folder import Normalisation
 from data_pipeline.wordpiece import WordPieceTokenizer
@@ -196,22 +196,20 @@ def test_r15_killed_while_writing_leaves_complete_shards_only(tmp_path: Path, to
 
 
 def test_bytes_do_not_depend_on_the_order_of_documents(tmp_path: Path, tokenizer: WordPieceTokenizer) -> None:
-    class Part:
-        """Stands where a `TokenFile` does: the documents of one task."""
-
-        def __init__(self, documents: Documents) -> None:
-            self.documents = documents
-
-        def read(self, groups: range) -> Documents:
-            return self.documents
+    def stored(name: str, documents: Documents) -> TokenFile:
+        with (tmp_path / name).open("wb") as file:
+            writer = TokenWriter(file, groups=1, dtype=documents.ids.dtype)
+            writer.add(documents, np.zeros(len(documents.keys), np.int64))
+            writer.close({})
+        return TokenFile(tmp_path / name)
 
     texts = {f"d{i % 30}": f"{' '.join(WORDS[i % 7 : i % 11 + 4])}\nthe cat sat" for i in range(30)}
     documents, _ = tokenized(texts, tokenizer)
     twice = documents.take(np.array([*range(30), 4, 4, 9]))  # keys that come more than once
     orders = [np.arange(33), np.arange(33)[::-1], np.random.default_rng(0).permutation(33)]
     for number, order in enumerate(orders):
-        parts = [Part(twice.take(order[:10])), Part(twice.take(order[10:]))]
-        bucket = read_bucket(parts, range(1), documents.ids.dtype)  # type: ignore[arg-type]
+        files = [stored("a.tokens", twice.take(order[:10])), stored("b.tokens", twice.take(order[10:]))]
+        bucket = read_bucket(files, range(1), documents.ids.dtype)
         folder = tmp_path / str(number)
         folder.mkdir()
         assemble(bucket, folder, tokenizer)
