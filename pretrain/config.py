@@ -29,6 +29,8 @@ class RunConfig(StrictModel):
     """CPU threads of each rank; 0: `OMP_NUM_THREADS` if set, else an equal share of this machine's cores."""
     max_hours: float = Field(default=0.0, ge=0)
     """A start of the job stops by itself after this time, with a checkpoint and exit code 75; 0: never."""
+    continues: str = ""
+    """Folder of an earlier run: this one begins with its newest checkpoint's weights, optimizer state and step."""
 
 
 class TrainTable(StrictModel):
@@ -112,6 +114,8 @@ class ScheduleConfig(StrictModel):
     budget_hours: float = Field(default=0.0, ge=0)
     """The rate follows the share of this training time that is used, and the run is complete when all is, or after
     `train.steps`; 0: it follows the steps."""
+    start_step: int = Field(default=0, ge=0)
+    """The schedule counts from here, as if the run began: for `run.continues` with a warm-up and decay of its own."""
     warmup_share: float = Field(default=0.0, ge=0, lt=1)
     """With `budget_hours`, instead of `warmup_steps`: share of the time that the warm-up takes."""
 
@@ -143,6 +147,10 @@ class ScheduleConfig(StrictModel):
             )
         if self.budget_hours and self.shape in ("exponential", "warmup_stable_decay"):
             raise ValueError(f"key 'schedule.budget_hours': schedule.shape={self.shape} counts steps; choose another")
+        if self.budget_hours and self.start_step:
+            raise ValueError(
+                "key 'schedule.start_step': with schedule.budget_hours the rate follows no steps; leave it out"
+            )
         if self.warmup_share and not self.budget_hours:
             raise ValueError("key 'schedule.warmup_share': only with schedule.budget_hours")
         return self
@@ -191,6 +199,8 @@ class PhaseConfig(StrictModel):
             raise ValueError(f"key 'phases.schedule': warm-up and decay do not fit into {self.steps} steps")
         if self.schedule is not None and self.schedule.budget_hours:
             raise ValueError("key 'phases.schedule.budget_hours': a time budget is the whole run's, in [schedule]")
+        if self.schedule is not None and self.schedule.start_step:
+            raise ValueError("key 'phases.schedule.start_step': a phase's own schedule counts from its first step")
         return self
 
 
@@ -256,11 +266,12 @@ class TrainConfig(PipelineConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.schedule.warmup_steps >= self.train.steps:
+        if self.schedule.start_step + self.schedule.warmup_steps >= self.train.steps:
             raise ValueError(
-                f"key 'schedule.warmup_steps': {self.schedule.warmup_steps} must be below train.steps={self.train.steps}"
+                f"key 'schedule.warmup_steps': {self.schedule.warmup_steps} from schedule.start_step="
+                f"{self.schedule.start_step} must be below train.steps={self.train.steps}"
             )
-        if self.schedule.warmup_steps + self.schedule.decay_at_end > self.train.steps:
+        if self.schedule.start_step + self.schedule.warmup_steps + self.schedule.decay_at_end > self.train.steps:
             raise ValueError(
                 f"key 'schedule.decay_steps': warm-up of {self.schedule.warmup_steps} and decay of "
                 f"{self.schedule.decay_steps} steps do not fit into train.steps={self.train.steps}"
@@ -275,6 +286,9 @@ class TrainConfig(PipelineConfig):
                 "key 'model.init_from': the student starts from its teacher; leave it out, or set "
                 "distillation.start_from_teacher=false"
             )
+        if self.phases and (self.run.continues or self.schedule.start_step):
+            key = "run.continues" if self.run.continues else "schedule.start_step"
+            raise ValueError(f"key '{key}': not with [[phases]], which go on in one run; use one of the two ways")
         together = sum(phase.steps for phase in self.phases)
         if self.phases and together != self.train.steps:
             raise ValueError(f"key 'phases': their steps are {together} together, train.steps={self.train.steps}")

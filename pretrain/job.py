@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import torch
 
 from cluster.world import World
-from pretrain import collectives, engine
+from pretrain import collectives, continuation, engine
 from pretrain.agreement import require_agreement
-from pretrain.checkpoint import require_space
+from pretrain.checkpoint import list_steps, require_space
 from pretrain.config import TrainConfig
 from pretrain.engine import TrainEngine
 from pretrain.kernels import describe_kernels
@@ -22,7 +23,7 @@ from pretrain.run_data import RunData
 from pretrain.run_folder import RunFolder, open_run
 from pretrain.run_tracking import start_tracking
 from pretrain.saving import Saver
-from pretrain.snapshot import Progress, find, resume
+from pretrain.snapshot import Found, Progress, find, resume
 from pretrain.starting_weights import starting_model, teaching_objective
 from pretrain.stops import StopRequest
 from pretrain.system_metrics import SystemMetrics
@@ -83,10 +84,15 @@ def prepare(config: TrainConfig, world: World, data: RunData, stop: StopRequest,
     """
     require_agreement(config, vocabulary=data.index.info.tokenizer, data=data.fingerprint)
     collectives.on_every_rank(lambda: data.verify_sample(world))
+    say = _say if world.rank == 0 else _silent
+    origin = None
+    if config.run.continues and not collectives.on_rank_zero(lambda: list_steps(Path(config.run.dir) / "checkpoints")):
+        origin = _earlier(config, data, say)  # what does not fit is refused before there is a folder
     folder = RunFolder(Path(config.run.dir), collectives.on_rank_zero(lambda: _open_folder(config, data)))
     torch.manual_seed(engine.seed_of(config.seed))
-    say = _say if world.rank == 0 else _silent
     found = find(folder.checkpoints, folder.run_id, say)
+    if found is None and config.run.continues:
+        found = origin = origin or _earlier(config, data, say)
     whole, fresh = config, found is None
     phase = phase_at(phases_of(whole), found.state.step if found else 0)
     config = phase.config
@@ -101,6 +107,8 @@ def prepare(config: TrainConfig, world: World, data: RunData, stop: StopRequest,
     trainer = TrainEngine(model, groups, config=config, world=world, device=device, objective=objective)
     first = world.rank == 0
     progress = resume(trainer, found, say) if found else Progress()
+    if origin is not None:
+        progress = continuation.begin(progress, origin.state, data=folder.record["data"])
     if progress.step == phase.start:
         progress.skipped_before_phase = progress.skipped
         progress.loader = progress.loader if phase.continues_data else None
@@ -122,10 +130,21 @@ def prepare(config: TrainConfig, world: World, data: RunData, stop: StopRequest,
         display.say(_headline(job, parameters))
         folder.add_start(step=progress.step, world_size=world.size)
         folder.update(parameters=parameters)
+        if origin is not None:
+            folder.update(
+                continues={"run_id": origin.state.run_id, "step": origin.state.step, "from": config.run.continues}
+            )
         job.metrics = MetricsFile(folder.metrics, after_step=progress.step)
         job.system = SystemMetrics(folder.path, device)
         job.forwarder = start_tracking(whole, folder)
     return job
+
+
+def _earlier(config: TrainConfig, data: RunData, say: Callable[[str], None]) -> Found | None:
+    """The checkpoint of another run that a new one begins with; every rank calls this."""
+    found = find(*collectives.on_rank_zero(lambda: continuation.earlier_run(config)), say)
+    continuation.require_fit(config, found, tokenizer=data.index.info.tokenizer)
+    return found
 
 
 def _open_folder(config: TrainConfig, data: RunData) -> dict[str, Any]:

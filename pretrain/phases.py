@@ -50,10 +50,10 @@ class Phase:
 
 
 def phases_of(config: TrainConfig) -> list[Phase]:
-    """The phases of a configuration; one that is the whole run where `[[phases]]` is empty."""
+    """The phases of a configuration; where `[[phases]]` is empty one: the whole run, or what follows another run."""
     if not config.phases:
-        whole = config.train.steps
-        return [Phase(number=1, start=0, end=whole, config=config, own_schedule=False, continues_data=True)]
+        start, end = config.schedule.start_step, config.train.steps
+        return [Phase(number=1, start=start, end=end, config=config, own_schedule=start > 0, continues_data=True)]
     found: list[Phase] = []
     for number, part in enumerate(config.phases, start=1):
         start = found[-1].end if found else 0

@@ -1,9 +1,11 @@
-"""Scenarios of tests/runtime_worker.py: the rate follows a clock, and which rank the others wait for."""
+"""Scenarios of tests/runtime_worker.py: the rate follows a clock, which rank the others wait for, a run after a run."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,10 @@ import torch
 from runtime_common import StopAt, make_config, records, weights_of, zero
 
 from cluster.world import World
-from pretrain.checkpoint import list_steps, read_state, step_of
+from data_pipeline.config import ConfigError
+from pretrain import continuation
+from pretrain.checkpoint import list_steps, read_state, step_name, step_of
+from pretrain.config import TrainConfig
 from pretrain.encoder import BertForPreTraining
 from pretrain.engine import TrainEngine
 from pretrain.meter import Meter
@@ -81,3 +86,57 @@ def straggling(world: World, data: Path, out: Path) -> dict[str, Any]:
                 meter.add(dataclasses.replace(result, forward=forward), waited=waited[world.rank])
             found.append(meter.record(step=2, lr=1e-3, skipped_steps=0))
     return {"lines": found}
+
+
+def second_config(world: World, data: Path, out: Path) -> dict[str, Any]:
+    """The last phase of `phased` (steps 6 to 8 on other data, with a schedule of its own) as a run of its own after the rest."""
+    first = out / "first"
+    (first / "checkpoints").mkdir(parents=True)
+    shutil.copy(out / "straight" / "run.json", first)
+    shutil.copytree(out / "straight" / "checkpoints" / step_name(5), first / "checkpoints" / step_name(5))
+    other = data.parent / "other-data"
+
+    def config_of(name: str, start: int = 5, steps: int = 8, begun: Path = first, **model: int) -> TrainConfig:
+        config = make_config(
+            other,
+            out / name,
+            deepspeed=zero(1),
+            model=model,
+            train={"steps": steps},
+            optimizer={"lr": 1e-3},
+            schedule={"warmup_steps": 2 if steps > 7 else 0, "start_step": start},
+        )
+        tree = config.as_tree()
+        return TrainConfig.model_validate({**tree, "run": {**tree["run"], "continues": str(begun)}})
+
+    refused = {}
+    for name, config in {
+        "start": config_of("refused-1", start=4),
+        "steps": config_of("refused-2", start=0, steps=5),
+        "model": config_of("refused-3", intermediate=128),
+        "nothing": config_of("refused-4", begun=out),
+    }.items():
+        try:
+            opened = RunData(config)
+            train(opened.model_config(), world, opened, StopRequest())
+        except ConfigError as error:
+            refused[name] = str(error)
+    try:
+        continuation.earlier_run(config_of("straight", begun=out / "straight"))
+    except ConfigError as error:
+        refused["itself"] = str(error)
+    refused["left"] = [path.name for path in out.glob("refused-*")]
+    config = config_of("second")
+    opened = RunData(config)
+    codes = [train(opened.model_config(), world, opened, stop) for stop in (StopAt(1), StopRequest())]
+    one, two = weights_of(out / "straight"), weights_of(out / "second")
+    record = json.loads((out / "second" / "run.json").read_text())
+    return {
+        "codes": codes,
+        "lines": [[line[key] for key in ("step", "lr", "loss", "examples")] for line in records(out / "second")],
+        "same_weights": all(torch.equal(one[name], two[name]) for name in one),
+        "starts": [begun["step"] for begun in record["starts"]],
+        "continues": record["continues"]["step"],
+        "position": read_state(list_steps(out / "second" / "checkpoints")[-1]).loader["position"],
+        "refused": refused,
+    }

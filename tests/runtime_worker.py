@@ -25,7 +25,7 @@ from deepspeed.utils import safe_get_full_grad
 from runtime_common import STAGES, StopAt, make_config, records, weights_of, zero
 from runtime_elastic import agreement, elastic, halves, phased, spiked
 from runtime_saving import asynchronous, refusing_disk, signalled_save
-from runtime_time import straggling, timed
+from runtime_time import second_config, straggling, timed
 from torch import nn
 
 from cluster.world import World, current_world
@@ -348,6 +348,7 @@ SCENARIOS = {
         signalled_save,
         timed,
         straggling,
+        second_config,
     )
 }
 

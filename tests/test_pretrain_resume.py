@@ -57,7 +57,7 @@ def run_ranks(scenarios: str, data: Path, out: Path, *, ranks: int) -> dict[str,
 def one_rank(data: Path) -> dict[str, Any]:
     out = data.parent / "one-rank"
     out.mkdir()
-    return run_ranks("worked_example,equals_plain_torch,halves,phased,spiked", data, out, ranks=1)
+    return run_ranks("worked_example,equals_plain_torch,halves,phased,second_config,spiked", data, out, ranks=1)
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +177,23 @@ def test_phases_change_data_batch_and_schedule_and_resume_exactly(one_rank: dict
     assert stopped["lines"] == found["lines"] and len(set(losses)) == 8
     assert stopped["codes"] == [EXIT_STOPPED] * 3 + [EXIT_DONE]
     assert one_rank["phased"]["same_weights"]
+
+
+def test_phase_two_as_a_configuration_of_its_own_equals_phases_in_one(one_rank: dict[str, Any]) -> None:
+    found = one_rank["second_config"]
+    assert found["codes"] == [EXIT_STOPPED, EXIT_DONE]
+    assert found["lines"] == one_rank["phased"]["straight"]["lines"][5:]
+    assert found["same_weights"] and found["starts"] == [5, 6] and found["continues"] == 5
+    assert found["position"] == 3 * 16
+    for name, words in (
+        ("start", "is at step 5, but schedule.start_step=4; set it to 5"),
+        ("steps", "is at step 5, but train.steps=5: it counts the steps before, too"),
+        ("model", "has another encoder: model.intermediate: 64 -> 128"),
+        ("nothing", "holds no run"),
+        ("itself", "it is run.dir itself"),
+    ):
+        assert words in found["refused"][name]
+    assert found["refused"]["left"] == []
 
 
 def test_a_loss_spike_goes_back_and_leaves_its_examples_out(one_rank: dict[str, Any]) -> None:
