@@ -7,10 +7,11 @@ files of the smaller one under other names, so that its documents have keys of t
 
 from __future__ import annotations
 
-import os
+import contextlib
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from data_build import SENTENCES_PER_DOCUMENT, sentences, vocabulary
@@ -33,12 +34,22 @@ def peak_megabytes(folder: Path, text: str, copies: int, vocabulary_path: Path) 
     )
     command = [sys.executable, "-m", "data_pipeline.build", "--config", str(config)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    peak = 0.0
+    while process.poll() is None:  # not ru_maxrss: a child inherits its parent's
+        peak = max(peak, _peak_so_far(process.pid))
+        time.sleep(0.02)
     if process.returncode:
         raise SystemExit("the build failed")
-    print(f"{copies * len(text) / 1e6:.0f} MB of text: {usage.ru_maxrss / 1024:.0f} MiB at the peak")
-    return usage.ru_maxrss * 1024 / 1e6
+    print(f"{copies * len(text) / 1e6:.0f} MB of text: {peak:.0f} MB at the peak")
+    return peak
+
+
+def _peak_so_far(pid: int) -> float:
+    with contextlib.suppress(OSError):  # it has just ended
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024 / 1e6
+    return 0.0
 
 
 def main() -> None:
