@@ -48,6 +48,9 @@ def build_parser() -> argparse.ArgumentParser:
         default=os.environ.get("CLOZEWORKS_DATA"),
         help="folder with the official files (default: $CLOZEWORKS_DATA)",
     )
+    parser.add_argument(
+        "--download", action="store_true", help="fetch files that --data lacks through the datasets library first"
+    )
     parser.add_argument("--output", required=True, type=Path, help="folder for results; finished ones are kept")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each task, with seeds 0, 1, ... (default 1)")
     parser.add_argument("--first-seed", type=int, default=0, help="count seeds from here (default 0)")
@@ -117,6 +120,11 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     tasks, plan = select_tasks(options.tasks), make_plan(options)
     if options.workers < 1:
         raise TaskError(f"--workers is too small: {options.workers}")
+    if options.download:
+        from eval.download import fetch
+
+        for name in dict.fromkeys(name for task in tasks for name in (task.name, task.train_task) if name):
+            fetch(TASKS[name], plan.data)
     if options.dry_run:
         _describe(tasks, plan, options)
         return 0
