@@ -106,7 +106,7 @@ def model_class(config: EncoderConfig) -> str:
 
     A left-to-right model predicts a token from the state before it, as the language-model classes do.
     """
-    if config.causal and config.sentence_objective == "none" and config.architecture in _LEFT_TO_RIGHT:
+    if config.causal:
         return _LEFT_TO_RIGHT[config.architecture]
     if config.architecture in ("bert", "albert") and config.sentence_objective != "none":
         return {"bert": "BertForPreTraining", "albert": "AlbertForPreTraining"}[config.architecture]

@@ -60,7 +60,7 @@ def import_from_hf(directory: str | Path, **overrides: Any) -> ImportedModel:
         "pooler": any(name in tensors for name in poolers),
         "sentence_objective": "none",
     }
-    if present.get("sentence_head.classifier") and seen["pooler"]:
+    if present.get("sentence_head.classifier") and seen["pooler"] and not config.causal:
         seen["sentence_objective"] = "sop" if config.architecture == "albert" else "nsp"
     config = EncoderConfig.model_validate({**config.model_dump(), **seen, **overrides})
     model = BertForPreTraining(config)

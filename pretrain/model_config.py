@@ -92,6 +92,11 @@ class EncoderConfig(StrictModel):
             raise ValueError("model.sentence_objective needs model.pooler")
         if self.sentence_objective != "none" and self.type_vocab == 1:
             raise ValueError("model.type_vocab 1 cannot tell the two parts of a pair apart; use 2, or 0 for none")
+        if self.causal and self.sentence_objective != "none":
+            raise ValueError(
+                "model.causal: the first token, which the sentence objective reads, sees itself alone; set "
+                "model.sentence_objective to none"
+            )
         if self.bilstm and self.hidden % 2:
             raise ValueError(f"model.bilstm needs an even model.hidden, got {self.hidden}")
         return self

@@ -35,7 +35,6 @@ FAMILY = {
     "bert": {},
     "bert-tanh": {"activation": "gelu_tanh"},
     "bert-no-nsp": {"sentence_objective": "none"},
-    "bert-causal": {"causal": True},
     "bert-ltr": {"causal": True, "sentence_objective": "none"},
     "roberta": {
         "architecture": "roberta",
@@ -55,7 +54,11 @@ FAMILY = {
     "distilbert": {"architecture": "distilbert", "type_vocab": 0, "sentence_objective": "none"},
     "modernbert": MODERN,
 }
-VARIANTS = {**FAMILY, "pre-norm": {"norm": "pre"}, "ltr-bilstm": {"causal": True, "bilstm": 1}}
+VARIANTS = {
+    **FAMILY,
+    "pre-norm": {"norm": "pre"},
+    "ltr-bilstm": {"causal": True, "bilstm": 1, "sentence_objective": "none"},
+}
 
 
 def config_of(name: str, **overrides) -> EncoderConfig:
@@ -117,9 +120,8 @@ def padded_loss(theirs, config: EncoderConfig, batch: Batch) -> torch.Tensor:
     """Mean losses of `transformers` on the same examples padded to rows."""
     real = torch.arange(batch.max_seqlen) < (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1])[:, None]
     labels_T = torch.full_like(batch.input_ids_T, -100)
-    # Left to right, a token is predicted from the state before it; the language-model classes shift the labels themselves.
-    shift = int(config.causal and config.sentence_objective != "none")
-    labels_T[batch.mask_positions_P - shift] = batch.mask_labels_P
+    # Left to right, a token is predicted from the state before it: the language-model classes shift the labels themselves.
+    labels_T[batch.mask_positions_P] = batch.mask_labels_P
     rows = {"input_ids": torch.full(real.shape, config.pad_id), "labels": torch.full(real.shape, -100)}
     rows["input_ids"][real], rows["labels"][real] = batch.input_ids_T, labels_T
     if config.type_vocab > 1:
@@ -220,7 +222,7 @@ def test_r42_padding_rows_are_never_predicted_nor_trained(name):
 
 
 def test_causal_attention_does_not_look_ahead():
-    model, batch = model_of("bert-causal").eval(), make_batch([9])
+    model, batch = model_of("bert-ltr").eval(), make_batch([9])
     before = hidden(model, batch)
     batch.input_ids_T[6] = (batch.input_ids_T[6] + 1) % VOCABULARY
     after = hidden(model, batch)

@@ -167,7 +167,7 @@ def test_what_hugging_face_cannot_hold_is_refused(tmp_path):
     tokenizer_dir = save_tokenizer(tmp_path / "tokenizer")
     for table, message in (
         ({"norm": "pre"}, "bert models of Hugging Face cannot have norm = 'pre'"),
-        ({"causal": True, "bilstm": 1}, "bilstm = 1"),
+        ({"bilstm": 1}, "bilstm = 1"),
     ):
         with pytest.raises(InterchangeError, match=message):
             export_to_hf(model_for(tokenizer_dir, **table), tokenizer_dir, tmp_path / "export")

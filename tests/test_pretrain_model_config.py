@@ -85,6 +85,7 @@ def test_unknown_preset_lists_the_known_ones():
         ({"hidden": 100, "heads": 3}, "model.hidden 100 is not a multiple of model.heads 3"),
         ({"hidden_layers": 3}, "unknown key 'hidden_layers'"),
         ({"pooler": False}, "sentence_objective needs model.pooler"),
+        ({"causal": True}, "the first token, which the sentence objective reads, sees itself alone"),
         ({"positions": "rotary", "hidden": 15, "heads": 5}, "even head size"),
     ],
 )
