@@ -23,6 +23,7 @@ import measure  # first: it puts the repository on sys.path
 import numpy as np
 import torch
 
+from data_pipeline.order import permutation
 from eval.finetune import epoch_batches, finetune, total_steps
 from eval.metrics import compute
 from eval.model import TaskModel
@@ -121,10 +122,14 @@ def first_losses(source: ModelSource, peer: Peer, problem: Any, recipe: Recipe) 
     return len(ours), max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
 
 
-def compare(source: ModelSource, folder: Path, task: Task, data: Path, seeds: int, limit: int, recipe: Recipe) -> dict:
-    """One row of the table."""
-    task_data = read_task(task, data, limit)
+def compare(
+    source: ModelSource, folder: Path, task: Task, data: Path, seeds: int, limits: tuple[int, int], recipe: Recipe
+) -> dict:
+    """One row of the table; `limits` on the training and dev examples, 0: none."""
+    task_data = read_task(task, data, limits[0])
     train, dev = task_data.train, task_data.scored[task.dev_splits[0]]
+    if limits[1] and limits[1] < len(dev):
+        dev = dev.take(np.sort(permutation(len(dev), 0)[: limits[1]]))
     assert isinstance(train, Examples) and isinstance(dev, Examples)
     peer = Peer(folder, task, train, recipe)
     problem, dev_problem = (build_problem(source.tokenizer, task, part, recipe) for part in (train, dev))
@@ -193,6 +198,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=["RTE", "MRPC", "CoLA", "STS-B"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--max-train-examples", type=int, default=0)
+    parser.add_argument("--max-dev-examples", type=int, default=0, help="score a fixed subset of the dev set; 0: all")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     options = parser.parse_args()
@@ -204,7 +210,8 @@ def main() -> None:
         source = ModelSource(model)
         rows = []
         for task in select_tasks(tasks):
-            rows.append(compare(source, model, task, Path(data), seeds, options.max_train_examples, recipe))
+            limits = (options.max_train_examples, options.max_dev_examples)
+            rows.append(compare(source, model, task, Path(data), seeds, limits, recipe))
             print(json.dumps(rows[-1]), flush=True)
     agreeing = [row["within_two_standard_errors"] and row["first_losses_differ_by"] < 1e-4 for row in rows]
     measure.report("finetune_agreement", sum(agreeing), "tasks that agree", len(rows), 1.0)
