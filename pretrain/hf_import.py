@@ -41,7 +41,7 @@ def import_from_hf(directory: str | Path, **overrides: Any) -> ImportedModel:
     """Read config.json and the weights of a BERT, RoBERTa, ALBERT, DistilBERT or ModernBERT folder.
 
     Args:
-        directory: holds config.json and model.safetensors or pytorch_model.bin.
+        directory: holds config.json and model.safetensors, whole or in parts, or pytorch_model.bin.
         overrides: fields of `EncoderConfig` to set instead of what the folder says, dropout for example; `bilstm=1` puts
             a new LSTM on top, which no folder holds (the paper's LTR + BiLSTM ablation).
 
@@ -112,11 +112,14 @@ def _read_weights(directory: Path) -> dict[str, torch.Tensor]:
     try:
         if (directory / "model.safetensors").is_file():
             tensors = load_file(directory / "model.safetensors")
+        elif (index := directory / "model.safetensors.index.json").is_file():
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            tensors = {name: tensor for part in names for name, tensor in load_file(directory / part).items()}
         elif (directory / "pytorch_model.bin").is_file():
             tensors = torch.load(directory / "pytorch_model.bin", map_location="cpu", weights_only=True)
         else:
             raise InterchangeError(f"{directory}: expected model.safetensors or pytorch_model.bin")
-    except (SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
+    except (SafetensorError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
         if isinstance(error, InterchangeError):
             raise
         raise InterchangeError(f"{directory}: the weights cannot be read ({error})") from error

@@ -225,6 +225,22 @@ def test_bin_folder_old_names_and_bare_encoders_are_read(tmp_path):
             assert torch.equal(tensor, back.model.state_dict()[key]), key
 
 
+def test_weights_in_parts_are_read(tmp_path):
+    tokenizer_dir = save_tokenizer(tmp_path / "tokenizer")
+    model = model_for(tokenizer_dir)
+    folder = export_to_hf(model, tokenizer_dir, tmp_path / "export")
+    parts = tmp_path / "parts"
+    transformers.AutoModelForPreTraining.from_pretrained(folder).save_pretrained(parts, max_shard_size="20KB")
+    assert not (parts / "model.safetensors").exists() and len(list(parts.glob("*.safetensors"))) > 1
+    back = import_from_hf(parts, pad_vocab_to=8)
+    assert not back.missing and not back.unused
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, back.model.state_dict()[key]), key
+    next(parts.glob("*.safetensors")).unlink()
+    with pytest.raises(InterchangeError, match="cannot be read"):
+        import_from_hf(parts)
+
+
 class Danger:
     """What a hostile pickle does: runs a command while it is read."""
 
