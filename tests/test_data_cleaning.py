@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -24,6 +29,8 @@ from data_pipeline.quality import DocumentFilters
 from data_pipeline.records import Document
 from data_pipeline.shard_index import ShardIndex
 from data_pipeline.verify import main as verify
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def hashes_of(text: str) -> np.ndarray:
@@ -168,7 +175,7 @@ def planted(tmp_path_factory) -> Path:
     return folder
 
 
-def build(folder: Path, corpus: Path, tasks: int) -> Path:
+def write_config(folder: Path, corpus: Path, tasks: int) -> Path:
     folder.mkdir()
     (folder / "config.toml").write_text(
         f"""
@@ -190,7 +197,11 @@ tasks = {tasks}
 workers = 1
 """
     )
-    assert main(["--config", str(folder / "config.toml")]) == 0
+    return folder / "config.toml"
+
+
+def build(folder: Path, corpus: Path, tasks: int) -> Path:
+    assert main(["--config", str(write_config(folder, corpus, tasks))]) == 0
     return folder / "data"
 
 
@@ -229,3 +240,23 @@ def test_a_build_leaves_out_what_cleaning_drops(planted, tmp_path, capsys):
     assert "cleaning: " in capsys.readouterr().out
     changed = ["--config", str(tmp_path / "one/config.toml"), "--set", "cleaning.repetition=false"]
     assert main(changed) == 2 and "cleaning.repetition" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_cleaning_killed_at_any_point_ends_the_same(planted, tmp_path):
+    """Killed when the first notes are there, and when the list of dropped documents is but no report yet."""
+    wanted = build(tmp_path / "whole", planted, tasks=4)
+    config, data = write_config(tmp_path / "killed", planted, tasks=4), tmp_path / "killed/data"
+    command = [sys.executable, "-m", "data_pipeline.build", "--config", str(config), "--set", "data.workers=2"]
+    for moment in ("task-00000.npz", "dropped.npz"):
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+        while not (data / "cleaning" / moment).exists() and process.poll() is None:
+            time.sleep(0.002)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert (data / "cleaning" / moment).exists()
+    assert main(["--config", str(config)]) == 0
+    for name in ("cleaning/report.json", "cleaning/dropped.npz", "train/index.json", "train/stats.json"):
+        assert (data / name).read_bytes() == (wanted / name).read_bytes(), name
+    shards = sorted(path.name for path in (wanted / "train").glob("*.tar"))
+    assert shards and all((data / "train" / s).read_bytes() == (wanted / "train" / s).read_bytes() for s in shards)
