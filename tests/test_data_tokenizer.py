@@ -81,6 +81,8 @@ def test_r01_accent_stripping_is_a_setting_of_its_own(text, stripped, tmp_path):
     tokenizer = WordPieceTokenizer(characters(both).tokens, KEEP_ACCENTS)
     tokenizer.save(tmp_path)
     assert load_tokenizer(tmp_path).flags == KEEP_ACCENTS
+    evaluation = import_tokenizer(tmp_path, TokenizerConfig())
+    assert rows(evaluation, [text]) == rows(tokenizer, [text])
     from transformers import AutoTokenizer
 
     exported = AutoTokenizer.from_pretrained(tmp_path)
@@ -121,9 +123,11 @@ def test_r03_composed_and_decomposed_agree_with_the_export(tmp_path):
     from transformers import AutoTokenizer
 
     exported = AutoTokenizer.from_pretrained(tmp_path)
+    evaluation = import_tokenizer(tmp_path, TokenizerConfig())
     plain = HFTokenizer.from_file(str(tmp_path / "tokenizer.json"))  # transformers builds its own from the vocabulary
     for text in (composed, decomposed):
         assert exported(text, add_special_tokens=False)["input_ids"] == rows(tokenizer, [text])[0]
+        assert rows(evaluation, [text]) == rows(tokenizer, [text])
         assert plain.encode(text, add_special_tokens=False).ids == rows(tokenizer, [text])[0]
 
 
@@ -160,6 +164,7 @@ def test_r06_normalisation(text, tmp_path):
     expected = NORMALISATION[text].split()
     assert encode(tokenizer, text) == expected
     tokenizer.save(tmp_path)
+    assert encode(import_tokenizer(tmp_path, TokenizerConfig()), text) == expected  # the evaluation
     from transformers import AutoTokenizer
 
     exported = AutoTokenizer.from_pretrained(tmp_path)
