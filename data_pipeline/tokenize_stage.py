@@ -70,7 +70,7 @@ def tokenize_batch(
             keys.append(document.id)
             sentences += parts
             per_document.append(len(parts))
-    ids, lengths = tokenizer.encode_flat(sentences)
+    ids, lengths = _encode(sentences, tokenizer, counts)
     sentence_counts = np.array(per_document, np.int64)
     has_tokens = lengths > 0
     owner = np.repeat(np.arange(len(keys)), sentence_counts)
@@ -80,21 +80,42 @@ def tokenize_batch(
     counts["documents_kept"] += int(kept.sum())
     counts["sentences"] += int(has_tokens.sum())
     counts["sentences_no_tokens"] += len(sentences) - int(has_tokens.sum())
-    counts["tokens"] += len(ids)
-    unknown = np.flatnonzero(ids == tokenizer.unk_id)
-    counts["unknown_tokens"] += len(unknown)
-    if len(unknown):  # an over-long word is an unknown token, so only such sentences can hold one
-        suspects = np.unique(np.searchsorted(np.cumsum(lengths), unknown, side="right"))
-        counts["overlong_words"] += tokenizer.count_overlong_words([sentences[i] for i in suspects.tolist()])
-    # A mark is never ASCII, nor does it depend on what stands beside it: most text need not be looked at.
-    other = "".join(sentences).encode("utf-8", "replace").translate(None, _ASCII).decode("utf-8")
-    counts["removed_marks"] += tokenizer.count_removed_marks([other])
     return Documents(
         keys=[key for key, keep in zip(keys, kept.tolist(), strict=True) if keep],
         sentence_counts=sentence_counts[kept],
         sentence_lengths=lengths[has_tokens],
-        ids=ids.astype(id_dtype(tokenizer.vocab_size)),
+        ids=ids,
     )
+
+
+def _encode(sentences: list[str], tokenizer: Tokenizer, counts: Counter[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of all sentences end to end (N,) as they are stored, and the length of each; what is odd about them is counted.
+
+    One huge document is encoded in parts: the encoder and the counting copy the text several times.
+    """
+    counts.update(dict.fromkeys(("tokens", "unknown_tokens", "removed_marks"), 0))
+    dtype = id_dtype(tokenizer.vocab_size)
+    all_ids, all_lengths = [np.zeros(0, dtype)], [np.zeros(0, np.int64)]
+    ends = np.cumsum([len(sentence) for sentence in sentences])
+    first = 0
+    while first < len(sentences):
+        done = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, done + 2 * BATCH_CHARACTERS, side="right")))
+        part = sentences[first:last]
+        ids, lengths = tokenizer.encode_flat(part)
+        counts["tokens"] += len(ids)
+        unknown = np.flatnonzero(ids == tokenizer.unk_id)
+        counts["unknown_tokens"] += len(unknown)
+        if len(unknown):  # an over-long word is an unknown token, so only such sentences can hold one
+            suspects = np.unique(np.searchsorted(np.cumsum(lengths), unknown, side="right"))
+            counts["overlong_words"] += tokenizer.count_overlong_words([part[i] for i in suspects.tolist()])
+        # A mark is never ASCII, nor does it depend on what stands beside it: most text need not be looked at.
+        other = "".join(part).encode("utf-8", "replace").translate(None, _ASCII).decode("utf-8")
+        counts["removed_marks"] += tokenizer.count_removed_marks([other])
+        all_ids.append(ids.astype(dtype))
+        all_lengths.append(lengths)
+        first = last
+    return np.concatenate(all_ids), np.concatenate(all_lengths)
 
 
 def open_tokenizer(directory: Path) -> Tokenizer:

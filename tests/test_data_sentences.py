@@ -12,7 +12,7 @@ import pytest
 
 from data_pipeline.config import ConfigError, CorpusConfig, validate
 from data_pipeline.punkt import RememberingPunkt
-from data_pipeline.sentences import split_sentences
+from data_pipeline.sentences import _by_windows, split_sentences
 
 
 def test_r14_only_lf_and_crlf_end_a_line():
@@ -121,6 +121,15 @@ def test_english_sentences_are_those_of_nupunkt(shared_data):
                 for first, second in rng.choices(pairs, k=10)
             ]
         assert fast.tokenize("".join(parts)) == plain.tokenize("".join(parts)), repr("".join(parts))
+
+
+@pytest.mark.parametrize("window", [700, 5000])
+def test_long_text_is_split_in_parts_as_in_one(shared_data, window):
+    novel = gzip.decompress((shared_data / "text/gutenberg/1661-sherlock-holmes.txt.gz").read_bytes()).decode()[:60_000]
+    marks = [*".!?…”\"') -\n\t", ". ", "! ", ".--", "IV. ", "1) ", " I ", " Mr", " house", " He", "\n\n"]
+    noise = "".join(random.Random(window).choices(marks, k=20_000))
+    for text in (novel, " ".join(novel.split()), noise, "a" * 3000 + ". B" + "c" * 3000):
+        assert list(_by_windows(text, window, margin=200)) == nupunkt.load("default").tokenize(text)
 
 
 def test_unknown_method_is_refused():
