@@ -44,6 +44,8 @@ class TrainTable(StrictModel):
     """Examples that one rank runs through the model at once; accumulation follows from it."""
     log_every: int = Field(default=10, ge=1)
     """Steps between two lines of metrics; a line holds the mean of the steps since the last one."""
+    sample_log: bool = False
+    """For debugging: note a checksum of every example that is trained on; see pretrain/sample_log.py."""
 
 
 class OptimizerConfig(StrictModel):

@@ -22,6 +22,7 @@ from pretrain.progress import ProgressDisplay
 from pretrain.run_data import RunData
 from pretrain.run_folder import RunFolder, open_run
 from pretrain.run_tracking import start_tracking
+from pretrain.sample_log import SampleLog
 from pretrain.saving import Saver
 from pretrain.snapshot import Found, Progress, find, resume
 from pretrain.starting_weights import starting_model, teaching_objective
@@ -46,6 +47,7 @@ class Job:
     display: ProgressDisplay
     watchdog: Watchdog
     saver: Saver
+    samples: SampleLog | None = None
     metrics: MetricsFile | None = None
     forwarder: MlflowForwarder | None = None
     system: SystemMetrics | None = None
@@ -62,6 +64,8 @@ class Job:
 
     def close(self, status: str) -> None:
         """Finish metrics and tracking; `status` is FINISHED, KILLED (may go on) or FAILED."""
+        if self.samples is not None:
+            self.samples.close()
         if self.metrics is not None:
             self.metrics.close()
         timeout = 30 if status == "FINISHED" else 5  # a signal leaves little time, and nothing is lost without MLflow
@@ -126,6 +130,9 @@ def prepare(config: TrainConfig, world: World, data: RunData, stop: StopRequest,
         watchdog=Watchdog(config.faults.hang_seconds, rank=world.rank),
         saver=Saver(asynchronous=config.checkpoint.asynchronous),
     )
+    if config.train.sample_log:
+        where = f"{config.data.dir.rstrip('/')}/train"
+        job.samples = SampleLog(folder.path, world=world, data=where, after_step=progress.step)
     if first:
         display.say(_headline(job, parameters))
         folder.add_start(step=progress.step, world_size=world.size)

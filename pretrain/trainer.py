@@ -102,6 +102,8 @@ def _loop(job: Job, meter: Meter) -> int | None:
             progress.step += 1
             progress.loader = loader.state_dict()
             step = progress.step
+            if job.samples is not None:
+                job.samples.write(step, loader.position, micro_batches)
             lr = phase.rate(
                 step,
                 skipped=progress.skipped,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ from pretrain import collectives, engine
 from pretrain.checkpoint import list_steps, read_state, step_of
 from pretrain.config import TrainConfig
 from pretrain.run_data import RunData
+from pretrain.snapshot import why_not
 from pretrain.stops import StopRequest
 from pretrain.trainer import train
 
 ELASTIC = ((0, 0), (1, 1), (2, 2), (3, 3), (1, 2), (2, 1))
+ON_FOUR = ((1, 2), (2, 1), (3, 3))
 REFUSED = ((0, 1), (3, 1), (1, 3))
 
 
@@ -30,28 +34,29 @@ def _elastic_config(data: Path, run: Path, stage: int) -> TrainConfig:
         run,
         model={"hidden_dropout": 0.0, "attention_dropout": 0.0, "layers": 1},
         optimizer={"eps": 1e-3},
-        train={"steps": 6, "micro_batch": 4},
+        train={"steps": 6, "global_batch": 32, "micro_batch": 4, "sample_log": True},
         validation={"every": 0},
         deepspeed=zero(stage),
     )
 
 
 def halves(world: World, data: Path, out: Path) -> dict[str, Any]:
-    """First halves of runs, for `elastic` on another number of ranks, and a whole one to compare with."""
-    config = _elastic_config(data, out / "whole", 1)
-    opened = RunData(config)
-    codes = [train(opened.model_config(), world, opened, StopRequest())]
-    for stage in STAGES:
+    """First halves of runs, for `elastic` on another number of ranks; on one rank a whole one to compare with."""
+    opened, codes = RunData(_elastic_config(data, out / "whole", 1)), []
+    if world.size == 1:
+        codes = [train(opened.model_config(), world, opened, StopRequest())]
+    for stage in STAGES if world.size == 1 else {old for old, _ in ON_FOUR}:
         config = _elastic_config(data, out / f"half-{stage}", stage)
         codes.append(train(RunData(config).model_config(), world, opened, StopAt(3)))
     return {"codes": codes, "ranks": world.size}
 
 
 def elastic(world: World, data: Path, out: Path) -> dict[str, Any]:
-    """R26: runs begun by `halves` go on here, at the same and at another ZeRO stage."""
+    """R26: runs begun by `halves` on half as many ranks go on here, at the same and at another ZeRO stage."""
     results: dict[str, Any] = {}
-    begun = out.parent / "one-rank"
-    for old, new in (*ELASTIC, *REFUSED):
+    whole_run = out.parent / "one-rank" / "whole"
+    begun = whole_run.parent if world.size == 2 else out.parent / "two-ranks"
+    for old, new in (*ELASTIC, *REFUSED) if world.size == 2 else ON_FOUR:
         run = out / f"elastic-{old}-{new}"
         if world.rank == 0:
             shutil.copytree(begun / f"half-{old}", run)
@@ -67,14 +72,20 @@ def elastic(world: World, data: Path, out: Path) -> dict[str, Any]:
             }
             continue
         if world.rank == 0:
-            whole, here = weights_of(begun / "whole"), weights_of(run)
-            lines = zip(records(begun / "whole"), records(run), strict=True)
+            whole, here = weights_of(whole_run), weights_of(run)
+            lines = zip(records(whole_run), records(run), strict=True)
             results[f"{old}-{new}"] = {
                 "weight": max(float((whole[name] - here[name]).abs().max()) for name in whole),
                 "loss": max(abs(a["loss"] - b["loss"]) for a, b in lines),
                 "left": sorted(path.name for path in (run / "checkpoints").iterdir()),
                 "position": read_state(list_steps(run / "checkpoints")[-1]).loader["position"],
             }
+    state = read_state(list_steps(begun / "half-1" / "checkpoints")[-1])
+    results["reasons"] = {
+        f"{old}-{new}": why_not(replace(state, zero_stage=old), stage=new, precision="fp32", optimizer="adamw")
+        for old in STAGES
+        for new in STAGES
+    }
     return results
 
 
@@ -164,3 +175,16 @@ def agreement(world: World, data: Path, out: Path) -> dict[str, Any]:
     results["budget"] = train(opened.model_config(), world, opened, StopRequest(1e-9 if world.rank == 1 else 0.0))
     results["budget_steps"] = [step_of(folder) for folder in list_steps(out / "budget/checkpoints")]
     return results
+
+
+def hung(world: World, data: Path, out: Path) -> dict[str, Any]:
+    """R41: rank 1 never comes back from its first step, and no other rank can go on without it."""
+    step = engine.TrainEngine.step
+
+    def waits_for_nothing(trainer: Any, batches: Any, **more: Any) -> Any:
+        threading.Event().wait()
+
+    engine.TrainEngine.step = waits_for_nothing if world.rank == 1 else step  # type: ignore[method-assign]
+    config = make_config(data, out / "hung", faults={"hang_seconds": 5.0})
+    opened = RunData(config)
+    return {"code": train(opened.model_config(), world, opened, StopRequest())}

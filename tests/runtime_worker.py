@@ -1,29 +1,34 @@
-"""One rank of the runtime's multi-rank tests: several scenarios in one process group, because importing DeepSpeed takes
-seconds. Run by tests/test_pretrain_resume.py with RANK, WORLD_SIZE, ... set:
+"""The ranks of the runtime's multi-rank tests. Run by tests/test_pretrain_resume.py:
 
-    python tests/runtime_worker.py SCENARIOS DATA_DIR OUTPUT_DIR
+    python tests/runtime_worker.py DATA_DIR OUTPUT_DIR NAME:RANKS:SCENARIO,SCENARIO,...[:fails] ...
 
-Each scenario returns plain values; rank 0 writes them to OUTPUT_DIR/results.json.
+One launch after another, each of that many ranks, which run the scenarios in one process group; with `fails` none of them may
+come to an end that is good. Each scenario returns plain values; rank 0 writes them to OUTPUT_DIR/NAME/results.json. Importing
+DeepSpeed takes most of a rank's time: one process does it for all and forks them.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import os
+import signal
+import socket
 import sys
 import time
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from deepspeed.accelerator import get_accelerator
+import torch._dynamo
+import torch._inductor.compile_fx  # both: what the first optimizer would import, in every rank anew
 from deepspeed.utils import safe_get_full_grad
 from runtime_common import STAGES, StopAt, make_config, records, weights_of, zero
-from runtime_elastic import agreement, elastic, halves, phased, spiked
+from runtime_elastic import agreement, elastic, halves, hung, phased, spiked
+from runtime_faults import faults, overflow
 from runtime_saving import asynchronous, refusing_disk, signalled_save
 from runtime_time import second_config, straggling, timed
 from torch import nn
@@ -33,12 +38,11 @@ from data_pipeline.loader import build_loader
 from data_pipeline.records import Batch
 from pretrain import collectives, engine
 from pretrain.checkpoint import list_steps, read_state, step_of
-from pretrain.config import TrainConfig
 from pretrain.encoder import BertForPreTraining
 from pretrain.engine import TrainEngine
 from pretrain.parameter_groups import parameter_groups
 from pretrain.run_data import RunData
-from pretrain.stops import StopRequest, TrainingFault
+from pretrain.stops import StopRequest
 from pretrain.trainer import train
 
 
@@ -176,90 +180,15 @@ def worked_example(world: World, data: Path, out: Path) -> dict[str, Any]:
     return results
 
 
-def overflow(world: World, data: Path, out: Path) -> dict[str, Any]:
-    """R22: an infinite gradient at step 3 changes nothing; the next step goes on at the same rate."""
-    results = {}
-    # DeepSpeed refuses fp16 on a CPU without fast fp16 instructions; torch's kernels do the arithmetic all the same.
-    type(get_accelerator()).is_fp16_supported = lambda self: True
-    halves: dict[str, dict[str, Any]] = {
-        "fp32": {},
-        "bf16": {"bf16": {"enabled": True}},
-        "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
-    }
-    for precision, half in halves.items():
-        for stage in STAGES:
-            config = make_config(
-                data,
-                out / f"overflow-{precision}-{stage}",
-                deepspeed=zero(stage, **half),
-                train={"steps": 6},
-                model={"layers": 1},
-                schedule={"warmup_steps": 2},
-                validation={"every": 0},
-            )
-            try:
-                results[f"{precision}-{stage}"] = _overflow_run(world, config)
-            except Exception as error:  # noqa: BLE001 - reported by the test
-                results[f"{precision}-{stage}"] = {"error": f"{type(error).__name__}: {error}"[:500]}
-    return results
-
-
-def _overflow_run(world: World, config: TrainConfig) -> dict[str, Any]:
-    weights: list[dict[str, torch.Tensor]] = []
-    with broken_gradients({3}, after=lambda trainer: weights.append(trainer.full_weights())):
-        code = train(RunData(config).model_config(), world, RunData(config), StopRequest())
-    lines = records(Path(config.run.dir))
-    same = all(torch.equal(weights[1][name], weights[2][name]) for name in weights[1])
-    moved = any(not torch.equal(weights[2][name], weights[3][name]) for name in weights[2])
-    return {
-        "code": code,
-        "rates": [line["lr"] for line in lines],
-        "skipped": [line["skipped_steps"] for line in lines],
-        "norm": [line["grad_norm"] for line in lines],
-        "unchanged_at_3": same,
-        "moved_at_4": moved,
-    }
-
-
-class broken_gradients:
-    """While active, rank 0's loss has an infinite gradient at these steps; `after(engine)` runs after every step."""
-
-    def __init__(self, steps: Any, after: Any = lambda trainer: None) -> None:
-        self.steps, self.after = steps, after
-
-    def __enter__(self) -> None:
-        self.step, objective = TrainEngine.step, engine._Objective.forward
-        self.objective, active = objective, [False]
-        outer = self
-
-        def step(trainer: TrainEngine, batches: Any, *, number: int, **more: Any) -> Any:
-            active[0] = number in outer.steps and trainer.world.rank == 0
-            result = outer.step(trainer, batches, number=number, **more)
-            active[0] = False
-            outer.after(trainer)
-            return result
-
-        def forward(module: Any, batch: Batch, weights: torch.Tensor) -> Any:
-            loss, sums = objective(module, batch, weights)
-            if active[0]:
-                loss.register_hook(lambda gradient: gradient * math.inf)
-            return loss, sums
-
-        TrainEngine.step, engine._Objective.forward = step, forward
-
-    def __exit__(self, *_: object) -> None:
-        TrainEngine.step, engine._Objective.forward = self.step, self.objective
-
-
 def resumed(world: World, data: Path, out: Path) -> dict[str, Any]:
     """R25: stop after step 2 (in warm-up) and after step 6, go on; compare with a run without a stop, dropout on."""
     results = {}
     for stage in STAGES:
         straight, stopped = out / f"straight-{stage}", out / f"stopped-{stage}"
-        config = make_config(data, straight, deepspeed=zero(stage))
+        config = make_config(data, straight, deepspeed=zero(stage), train={"sample_log": stage == 1})
         opened = RunData(config)
         codes = [train(opened.model_config(), world, opened, StopRequest())]
-        config = make_config(data, stopped, deepspeed=zero(stage))
+        config = make_config(data, stopped, deepspeed=zero(stage), train={"sample_log": stage == 1})
         opened = RunData(config)
         codes.append(train(opened.model_config(), world, opened, StopAt(2)))
         if world.rank == 0:
@@ -281,55 +210,6 @@ def resumed(world: World, data: Path, out: Path) -> dict[str, Any]:
     return results
 
 
-def faults(world: World, data: Path, out: Path) -> dict[str, Any]:
-    """R22 and R27: endless overflow ends the job; non-finite weights are not saved; retention; a damaged checkpoint."""
-    results: dict[str, Any] = {}
-    config = make_config(
-        data,
-        out / "endless",
-        train={"steps": 20},
-        faults={"max_skipped_in_a_row": 3},
-        checkpoint={"every": 2, "keep": 2},
-    )
-    opened = RunData(config)
-    with broken_gradients(range(5, 99)):
-        try:
-            train(opened.model_config(), world, opened, StopRequest())
-        except TrainingFault as fault:
-            results["endless"] = str(fault)
-    results["endless_steps"] = [step_of(folder) for folder in list_steps(out / "endless/checkpoints")]
-
-    def poison(trainer: TrainEngine) -> None:
-        with torch.no_grad():
-            next(trainer._engine.module.parameters()).fill_(math.nan)
-
-    config = make_config(data, out / "poisoned", checkpoint={"every": 2})
-    opened = RunData(config)
-    with broken_gradients((), after=poison):
-        try:
-            train(opened.model_config(), world, opened, StopRequest())
-        except TrainingFault as fault:
-            results["poisoned"] = str(fault)
-    results["poisoned_left"] = sorted(path.name for path in (out / "poisoned/checkpoints").iterdir())
-
-    config = make_config(
-        data,
-        out / "kept",
-        train={"steps": 8},
-        checkpoint={"every": 2, "keep": 2, "keep_best": False, "pinned": [3]},
-    )
-    opened = RunData(config)
-    train(opened.model_config(), world, opened, StopRequest())
-    results["kept"] = [step_of(folder) for folder in list_steps(out / "kept/checkpoints")]
-    if world.rank == 0:
-        newest = list_steps(out / "kept/checkpoints")[-1] / "model.safetensors"
-        newest.write_bytes(newest.read_bytes()[:-1] + b"?")
-    collectives.barrier()
-    train(opened.model_config(), world, opened, StopRequest())
-    results["after_damage"] = [start["step"] for start in json.loads((out / "kept/run.json").read_text())["starts"]]
-    return results
-
-
 SCENARIOS = {
     function.__name__: function
     for function in (
@@ -343,6 +223,7 @@ SCENARIOS = {
         agreement,
         phased,
         spiked,
+        hung,
         asynchronous,
         refusing_disk,
         signalled_save,
@@ -353,23 +234,66 @@ SCENARIOS = {
 }
 
 
-def main() -> None:
+def run_scenarios(names: list[str], data: Path, out: Path) -> None:
     """Run the named scenarios one after another on this rank."""
-    names, data, out = sys.argv[1].split(","), Path(sys.argv[2]), Path(sys.argv[3])
     world = current_world()
     engine.start_ranks(world, threads=1)
     results: dict[str, Any] = {}
     for name in names:
         begin = time.process_time()
-        try:
-            results[name] = SCENARIOS[name](world, data, out)
-            print(f"scenario {name}: {time.process_time() - begin:.1f} s of this rank's CPU time", flush=True)
-        except Exception:  # noqa: BLE001 - the test shows it; the other ranks may hang, and the test has a limit
-            traceback.print_exc()
-            sys.exit(f"scenario {name} failed on rank {world.rank}")
+        results[name] = SCENARIOS[name](world, data, out)
+        print(f"scenario {name}: {time.process_time() - begin:.1f} s of this rank's CPU time", flush=True)
     if world.rank == 0:
         (out / "results.json").write_text(json.dumps(results, default=str))
     engine.stop_ranks()
+
+
+def be_rank(rank: int, ranks: int, port: int, names: list[str], data: Path, out: Path) -> NoReturn:
+    """What a forked process does: its output goes to a file, it never returns."""
+    log = os.open(out / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in world.items()}, MASTER_ADDR="127.0.0.1")
+    code = 1
+    try:
+        run_scenarios(names, data, out)
+        code = 0
+    except BaseException:  # noqa: BLE001 - shown by the test; the other ranks may hang, and the test has a limit
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def launch(ranks: int, names: list[str], data: Path, out: Path, *, fails: bool) -> bool:
+    """Fork the ranks and wait for them; one that does not end as expected ends the others. Whether all did."""
+    out.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    running = set()
+    for rank in range(ranks):
+        pid = os.fork() or be_rank(rank, ranks, port, names, data, out)
+        running.add(pid)
+    good = True
+    while running:
+        pid, status = os.wait()
+        running.discard(pid)
+        if bool(status) != fails and good:
+            good = False
+            for other in running:
+                os.kill(other, signal.SIGKILL)
+    return good
+
+
+def main() -> None:
+    """All launches; ends with the first that fails."""
+    data, out = Path(sys.argv[1]), Path(sys.argv[2])
+    for plan in sys.argv[3:]:
+        name, ranks, scenarios, *fails = plan.split(":")
+        if not launch(int(ranks), scenarios.split(","), data, out / name, fails=bool(fails)):
+            sys.exit(f"launch {name} did not end as expected")
 
 
 if __name__ == "__main__":

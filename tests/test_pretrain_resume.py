@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from data_pipeline.shard_index import ShardIndex
+from pretrain.sample_log import check, main
 from pretrain.stops import EXIT_DONE, EXIT_STOPPED
 
 WORKER = Path(__file__).with_name("runtime_worker.py")
@@ -31,42 +33,36 @@ def data(tmp_path_factory: pytest.TempPathFactory, write_dataset: Callable[..., 
     return folder
 
 
-def run_ranks(scenarios: str, data: Path, out: Path, *, ranks: int) -> dict[str, Any]:
-    """Start the worker on `ranks` processes and return what rank 0 found."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = []
-    for rank in range(ranks):
-        environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        with open(out / f"rank-{rank}.log", "w") as log:
-            command = [sys.executable, str(WORKER), scenarios, str(data), str(out)]
-            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(timeout=540) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    logs = "\n".join((out / f"rank-{rank}.log").read_text()[-3000:] for rank in range(ranks))
-    assert codes == [0] * ranks, logs
-    return json.loads((out / "results.json").read_text())
+PLANS = {
+    "one-rank": "1:worked_example,equals_plain_torch,halves,phased,second_config,spiked",
+    "two-ranks": "2:worked_example,equals_plain_torch,resumed,overflow,faults,elastic,halves,agreement,timed,straggling,"
+    "asynchronous,refusing_disk,signalled_save",
+    "four-ranks": "4:elastic",
+    "hung": "2:hung:fails",
+}
 
 
 @pytest.fixture(scope="module")
-def one_rank(data: Path) -> dict[str, Any]:
-    out = data.parent / "one-rank"
-    out.mkdir()
-    return run_ranks("worked_example,equals_plain_torch,halves,phased,second_config,spiked", data, out, ranks=1)
+def launches(data: Path) -> dict[str, dict[str, Any]]:
+    """What rank 0 of each launch found; later ones go on with checkpoints of earlier ones."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(WORKER), str(data), str(data.parent), *(f"{name}:{PLANS[name]}" for name in PLANS)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1000, check=False)
+    if done.returncode:
+        logs = [path.read_text()[-3000:] for name in PLANS for path in sorted((data.parent / name).glob("rank-*.log"))]
+        pytest.fail("\n".join([done.stderr[-2000:], *logs]))
+    results = {name: data.parent / name / "results.json" for name in PLANS}
+    return {name: json.loads(file.read_text()) for name, file in results.items() if file.exists()}
 
 
 @pytest.fixture(scope="module")
-def results(data: Path, one_rank: dict[str, Any]) -> dict[str, Any]:
-    out = data.parent / "two-ranks"
-    out.mkdir()
-    scenarios = "worked_example,equals_plain_torch,resumed,overflow,faults,elastic,agreement,timed,straggling"
-    scenarios += ",asynchronous,refusing_disk,signalled_save"
-    return run_ranks(scenarios, data, out, ranks=2)
+def one_rank(launches: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return launches["one-rank"]
+
+
+@pytest.fixture(scope="module")
+def results(launches: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return launches["two-ranks"]
 
 
 def test_r21_sums_of_2_over_2_and_24_over_8_give_2_6(results: dict[str, Any]) -> None:
@@ -146,13 +142,23 @@ def test_r27_keeps_the_newest_and_passes_over_a_damaged_one(results: dict[str, A
     assert results["faults"]["after_damage"] == [0, 6]
 
 
-@pytest.mark.parametrize("stages", ["0-0", "1-1", "2-2", "3-3", "1-2", "2-1"])
-def test_r26_a_run_begun_on_one_rank_goes_on_on_two(results: dict[str, Any], stages: str) -> None:
-    found = results["elastic"][stages]
+def assert_went_on(found: dict[str, Any]) -> None:
     assert found["weight"] < 1e-6  # a dropped moment would show: steps are of 1e-3 to 1e-2
     assert found["loss"] < 1e-5
-    assert found["position"] == 6 * 16
+    assert found["position"] == 6 * 32
     assert found["left"] == ["latest", "step-000000003", "step-000000006"]
+
+
+@pytest.mark.parametrize("stages", ["0-0", "1-1", "2-2", "3-3", "1-2", "2-1"])
+def test_r26_a_run_begun_on_one_rank_with_eight_micro_batches_goes_on_on_two(
+    results: dict[str, Any], stages: str
+) -> None:
+    assert_went_on(results["elastic"][stages])
+
+
+@pytest.mark.parametrize("stages", ["1-2", "2-1", "3-3"])
+def test_r26_a_run_begun_on_two_ranks_goes_on_on_four(launches: dict[str, dict[str, Any]], stages: str) -> None:
+    assert_went_on(launches["four-ranks"]["elastic"][stages])
 
 
 @pytest.mark.parametrize("stages", ["0-1", "3-1", "1-3"])
@@ -162,6 +168,45 @@ def test_r26_what_cannot_be_carried_over_is_refused_and_nothing_is_touched(
     found = results["elastic"][stages]
     assert f"ZeRO stage {stages.replace('-', ' -> ')}" in found["refused"]
     assert found["steps"] == [3]
+
+
+def test_r26_only_zero_1_and_2_are_carried_into_each_other(results: dict[str, Any]) -> None:
+    reasons = results["elastic"]["reasons"]
+    assert len(reasons) == 16
+    for stages, reason in reasons.items():
+        old, new = stages.split("-")
+        carried = old == new or {old, new} == {"1", "2"}
+        assert reason == "" if carried else f"ZeRO stage {old} -> {new}" in reason and f"stage {old}, on any" in reason
+
+
+@pytest.mark.parametrize(
+    ("run", "noted"),
+    [
+        ("two-ranks/straight-1", 160),
+        ("two-ranks/stopped-1", 160),
+        ("one-rank/whole", 192),
+        ("two-ranks/elastic-1-2", 192),
+        ("four-ranks/elastic-2-1", 192),
+    ],
+)
+def test_every_example_once_an_epoch_over_stops_and_other_numbers_of_ranks(
+    launches: dict[str, dict[str, Any]], data: Path, run: str, noted: int
+) -> None:
+    """114 examples: ten steps of 16 and six of 32 cross the border of the first epoch."""
+    (line,) = check(data.parent / run)
+    assert line.endswith(f"{noted} examples noted, 1 whole epochs of 114, every example once in each")
+
+
+def test_a_lost_or_repeated_note_is_found(
+    launches: dict[str, dict[str, Any]], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = data.parent / "two-ranks" / "straight-1" / "samples"
+    for name, change in (("left out", lambda lines: lines[:2] + lines[3:]), ("a second time", lambda lines: lines * 2)):
+        shutil.copytree(source, tmp_path / name / "samples")
+        file = tmp_path / name / "samples" / "rank-1.jsonl"
+        file.write_text("".join(line + "\n" for line in change(file.read_text().splitlines())))
+        assert main([str(tmp_path / name)]) == 1
+        assert name in capsys.readouterr().err
 
 
 def test_phases_change_data_batch_and_schedule_and_resume_exactly(one_rank: dict[str, Any]) -> None:
@@ -231,6 +276,15 @@ def test_the_rank_that_the_others_wait_for_is_named(results: dict[str, Any]) -> 
     assert [line["straggler_ratio"] for line in found] == pytest.approx([1.25 / 1.0, 2.0 / 1.5])
     for line in found:
         assert 0 < line["step_seconds_p50"] <= line["step_seconds_p95"] <= line["step_seconds_max"]
+
+
+def test_r41_a_rank_that_hangs_in_a_step_is_shown_and_every_rank_ends(
+    launches: dict[str, dict[str, Any]], data: Path
+) -> None:
+    assert "hung" not in launches
+    shown = (data.parent / "hung" / "rank-1.log").read_text()
+    assert re.search(r"rank 1 on \S+ made no progress for \d+ s while in step 1 ", shown)
+    assert "in waits_for_nothing" in shown
 
 
 def test_a_used_up_time_budget_of_one_rank_stops_all_with_a_checkpoint(results: dict[str, Any]) -> None:
