@@ -71,7 +71,8 @@ class ModelSource:
             model, state = load_checkpoint_model(self.folder)
         except (CheckpointError, ConfigError) as error:
             raise TaskError(
-                f"{error}; --model takes a Hugging Face folder (see pretrain.export), a run folder or a checkpoint"
+                f"{self.folder}: no config.json; --model takes a Hugging Face folder, see pretrain.export, or a run folder "
+                f"or checkpoint of ours ({error})"
             ) from error
         self._encoder = model.encoder
         self.tokenizer = load_tokenizer(tokenizer or Path(state.config["data"]["dir"]) / "tokenizer")
