@@ -228,7 +228,8 @@ def load_checkpoint_model(step: Path) -> tuple[BertForPreTraining, TrainerState]
         ConfigError: its configuration is of another version.
     """
     state = read_state(step)
-    config = validate(EncoderConfig, state.config["model"], step)
+    # Kernels are a matter of the machine that computes, not of the model.
+    config = validate(EncoderConfig, {**state.config["model"], "kernels": "auto"}, step)
     model = BertForPreTraining(config)
     weights = load_model_weights(step)
     model.load_state_dict(weights, strict=True)

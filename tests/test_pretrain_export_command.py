@@ -22,6 +22,7 @@ from pretrain.model_config import load_encoder_config
 
 WORDS = ["the", "quick", "brown", "fox", "hello", "##s", "a", "b", "c", "d", ",", "$", ".", "cat"]
 SMALL = {"layers": 1, "hidden": 32, "heads": 2, "intermediate": 64, "initializer_range": 0.1}
+SMALL |= {"kernels": "triton"}  # of the machine that trained: an export runs where there is no GPU
 
 
 def tokenizer_and_model(folder: Path) -> tuple[Path, BertForPreTraining]:
