@@ -44,6 +44,7 @@ class Watchdog:
     def __enter__(self) -> Self:
         if self._limit:
             self.beat(self._activity)
+            self._arm()
             self._thread.start()
         return self
 
@@ -57,10 +58,13 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._done.wait(min(self._limit / 4, 5.0)):
-            faulthandler.dump_traceback_later(self._limit + _GRACE_SECONDS, exit=True, file=2)
+            self._arm()
             waited = time.monotonic() - self._since
             if waited > self._limit:
                 self._end(waited)
+
+    def _arm(self) -> None:
+        faulthandler.dump_traceback_later(self._limit + _GRACE_SECONDS, exit=True, file=2)
 
     def _end(self, waited: float) -> None:
         text = (

@@ -57,7 +57,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
                     )
                 )
         try:
-            codes = [process.wait(timeout=240) for process in ranks]
+            codes = [process.wait(timeout=1200) for process in ranks]
         finally:
             for process in ranks:
                 process.kill()

@@ -64,7 +64,7 @@ def launch(root: Path) -> None:
         with open(root / f"rank-{rank}.log", "w") as log:
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
     try:
-        codes = [process.wait(timeout=400) for process in processes]
+        codes = [process.wait(timeout=1200) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -47,7 +47,7 @@ def launches(data: Path) -> dict[str, dict[str, Any]]:
     """What rank 0 of each launch found; later ones go on with checkpoints of earlier ones."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(WORKER), str(data), str(data.parent), *(f"{name}:{PLANS[name]}" for name in PLANS)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1000, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
     if done.returncode:
         logs = [path.read_text()[-3000:] for name in PLANS for path in sorted((data.parent / name).glob("rank-*.log"))]
         pytest.fail("\n".join([done.stderr[-2000:], *logs]))

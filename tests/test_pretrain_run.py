@@ -138,7 +138,8 @@ def start(toml: Path, launcher: list[str], overrides: tuple[str, ...], **variabl
     return subprocess.Popen(
         command,
         cwd=toml.parent,
-        env={**environment, "OMP_NUM_THREADS": "1", **variables},
+        # no rank compiles anything, and importing the compiler takes seconds in each
+        env={**environment, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -152,7 +153,7 @@ def ranks_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def wait_for_step(run: Path, step: int, *processes: subprocess.Popen[str]) -> None:
     """Until metrics.jsonl has this step's line."""
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 600
     line = f'"kind": "train", "step": {step},'
     while not (run / "metrics.jsonl").is_file() or line not in (run / "metrics.jsonl").read_text():
         for process in processes:
@@ -169,7 +170,7 @@ def test_r40_r41_r26_signals_a_dead_rank_and_another_world_size_in_one_run(toml:
     try:
         wait_for_step(run, 3, first)
         ranks_of(first)[1].send_signal(signal.SIGUSR1)
-        printed = first.communicate(timeout=120)[0]
+        printed = first.communicate(timeout=300)[0]
     finally:
         first.kill()
     assert first.returncode == EXIT_STOPPED, printed
@@ -182,11 +183,11 @@ def test_r40_r41_r26_signals_a_dead_rank_and_another_world_size_in_one_run(toml:
         wait_for_step(run, stopped + 2, second)
         left_behind = psutil.Process(second.pid).children(recursive=True)
         second.terminate()
-        printed = second.communicate(timeout=120)[0]  # to the end of all processes that hold the pipe
+        printed = second.communicate(timeout=300)[0]  # to the end of all processes that hold the pipe
     finally:
         second.kill()
     assert second.returncode == -signal.SIGTERM  # `deepspeed` has no handler, see pretrain/stops.py
-    assert psutil.wait_procs(left_behind, timeout=60)[1] == []
+    assert psutil.wait_procs(left_behind, timeout=300)[1] == []
     assert f"resumed from {saved}" in printed and "optimizer.lr: 0.001 -> 0.0005" in printed
     assert re.search(r"\(DeepSpeed's launcher is gone, seen by rank [01]\), checkpoint saved", printed), printed
     assert printed.count("checkpoint saved") == 1
@@ -198,7 +199,7 @@ def test_r40_r41_r26_signals_a_dead_rank_and_another_world_size_in_one_run(toml:
     try:
         wait_for_step(run, again + 2, *ranks)
         ranks[1].kill()
-        printed = ranks[0].communicate(timeout=60)[0]
+        printed = ranks[0].communicate(timeout=300)[0]
     finally:
         for rank in ranks:
             rank.kill()
@@ -207,7 +208,7 @@ def test_r40_r41_r26_signals_a_dead_rank_and_another_world_size_in_one_run(toml:
 
     alone = start(toml, [sys.executable], (f"train.steps={again + 3}",))
     try:
-        printed = alone.communicate(timeout=240)[0]
+        printed = alone.communicate(timeout=600)[0]
     finally:
         alone.kill()
     assert alone.returncode == EXIT_DONE, printed

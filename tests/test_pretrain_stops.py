@@ -30,11 +30,11 @@ print("asked by", stop.reason, flush=True)
 time.sleep(30)
 """
 HANG = """
-import time
+import re, time
 from pretrain.watchdog import Watchdog
 def waits_for_a_peer():
     {wait}
-with Watchdog(0.4, rank=3) as watchdog:
+with Watchdog({limit}, rank=3) as watchdog:
     watchdog.beat("in step 5")
     waits_for_a_peer()
 """
@@ -106,7 +106,7 @@ def test_r40_ranks_that_a_dead_launcher_left_behind_stop(monkeypatch: pytest.Mon
 
 
 def test_r41_a_hanging_rank_shows_its_stacks_and_ends() -> None:
-    process = start(HANG.format(wait="time.sleep(60)"))
+    process = start(HANG.format(limit=0.4, wait="time.sleep(60)"))
     printed = process.communicate(timeout=60)[0]
     assert process.returncode == EXIT_HANG
     assert "rank 3 on " in printed and "while in step 5" in printed
@@ -115,15 +115,22 @@ def test_r41_a_hanging_rank_shows_its_stacks_and_ends() -> None:
 
 def test_r41_a_rank_that_hangs_inside_the_interpreters_lock_ends_too() -> None:
     code = "from pretrain import watchdog\nwatchdog._GRACE_SECONDS = 0.5\n"
-    process = start(code + HANG.format(wait="time.sleep(0.3); __import__('re').match('(a+)+$', 'a' * 60 + 'b')"))
+    process = start(code + HANG.format(limit=2.0, wait="re.match('(a+)+$', 'a' * 60 + 'b')"))
     printed = process.communicate(timeout=60)[0]
     assert process.returncode == 1
     assert "in waits_for_a_peer" in printed
 
 
 def test_a_watched_rank_that_goes_on_is_left_alone() -> None:
-    code = HANG.format(wait="[(time.sleep(0.2), watchdog.beat('going on')) for _ in range(5)]") + "print('done')\n"
-    process = start(code)
+    """Its clock is ours, so that no load of the machine makes it late: each beat comes 0.9 s after the one before."""
+    code = """
+from types import SimpleNamespace
+from pretrain import watchdog as module
+clock = SimpleNamespace(now=0.0)
+module.time = SimpleNamespace(monotonic=lambda: clock.now)
+"""
+    goes_on = "[(setattr(clock, 'now', clock.now + 0.9), time.sleep(0.3), watchdog.beat('going on')) for _ in range(5)]"
+    process = start(code + HANG.format(limit=1.0, wait=goes_on) + "print('done')\n")
     assert process.communicate(timeout=60)[0] == "done\n" and process.returncode == 0
 
 
