@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from data_pipeline.config import ConfigError
 from pretrain.attention import describe_attention
 from pretrain.dropout import dropout_add
 
@@ -61,15 +62,15 @@ def choose_kernels(wanted: str, device: str) -> Kernels:
         device: "cpu" or "cuda".
 
     Raises:
-        ValueError: Triton asked for where it is not installed, or on a CPU outside its interpreter.
+        ConfigError: Triton asked for where it is not installed, or on a CPU outside its interpreter.
     """
     triton, liger = (find_spec(name) is not None for name in ("triton", "liger_kernel"))
     fused_head: Literal["chunked", "liger"] = "liger" if liger and triton else "chunked"
     if wanted == "triton":
         if not triton:
-            raise ValueError("model.kernels=triton: triton is not installed; install it or choose auto")
+            raise ConfigError("model.kernels=triton: triton is not installed; install it or choose auto")
         if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise ValueError("model.kernels=triton runs on CUDA; choose auto or plain on a CPU")
+            raise ConfigError("model.kernels=triton runs on CUDA; choose auto or plain on a CPU")
         return Kernels("triton", fused_head)
     if wanted == "compile":
         return Kernels("compile", "chunked")
@@ -82,7 +83,7 @@ def describe_kernels(config: EncoderConfig, device: torch.device, dtype: torch.d
     """Lines for the start of a run: attention, layers, head.
 
     Raises:
-        ValueError: as `choose_kernels`.
+        ConfigError: as `choose_kernels`.
     """
     chosen = choose_kernels(config.kernels, device.type)
     return [

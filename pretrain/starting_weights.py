@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from data_pipeline.config import ConfigError
 from data_pipeline.tokenizer import TokenizerError, load_tokenizer
 from pretrain.config import TrainConfig
@@ -15,6 +17,7 @@ from pretrain.distillation import DistillationObjective, load_teacher, start_stu
 from pretrain.encoder import BertForPreTraining
 from pretrain.hf_config import InterchangeError
 from pretrain.hf_import import check_tokens, start_from
+from pretrain.kernels import choose_kernels
 
 
 def starting_model(config: TrainConfig, *, fresh: bool, say: Callable[[str], None]) -> BertForPreTraining:
@@ -26,8 +29,10 @@ def starting_model(config: TrainConfig, *, fresh: bool, say: Callable[[str], Non
         say: told what was read.
 
     Raises:
-        ConfigError: the folder cannot be read, is of another shape, or has another vocabulary than the data.
+        ConfigError: the folder cannot be read, is of another shape, or has another vocabulary than the data; or the
+            kernels that are asked for do not run here.
     """
+    choose_kernels(config.model.kernels, "cuda" if torch.cuda.is_available() else "cpu")
     model = BertForPreTraining(config.model)
     source = config.model.init_from
     if not source or not fresh:

@@ -13,6 +13,7 @@ from data_pipeline.config import ConfigError, TokenizerConfig
 from data_pipeline.tokenizer import import_tokenizer
 from pretrain.config import TrainConfig
 from pretrain.hf_import import import_from_hf
+from pretrain.kernels import choose_kernels
 from pretrain.starting_weights import starting_model
 
 TINY = {"layers": 2, "hidden": 128, "heads": 2, "intermediate": 512, "vocab_size": 30522}
@@ -88,3 +89,11 @@ def test_other_shapes_and_vocabularies_are_refused(data, weights, tmp_path):
     (other / "vocab.txt").write_text("\n".join(tokens) + "\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"id 1996 is 'the', there 'of'\); build the data with tokenizer.path"):
         start(other)
+
+
+def test_kernels_that_do_not_run_here_are_refused_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    choose_kernels.cache_clear()
+    with pytest.raises(ConfigError, match=r"model.kernels=triton.* choose auto"):
+        starting_model(config_of(tmp_path, kernels="triton"), fresh=True, say=print)
