@@ -18,24 +18,26 @@ from data_pipeline.records import Block
 from data_pipeline.shard_index import ShardIndex
 from data_pipeline.shards import iter_members
 from data_pipeline.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from data_pipeline.verify import local_file
 
 _PAIR = {0: "B follows A", 1: "B is from another document", -1: "no sentence objective"}
 _LEGEND = "predictions: {what the encoder sees <- the true token}; {= token} is left as it is"
 
 
-def iter_blocks(path: Path, start: int) -> Iterator[tuple[str, int, Block]]:
+def iter_blocks(path: str | Path, start: int) -> Iterator[tuple[str, int, Block]]:
     """(where it is, number of its first example, block) from the block that holds example `start` on.
 
     Raises:
         ShardError: as `decode_block`, `iter_members` and `ShardIndex.open`; or there is no example `start`.
     """
-    first = 0
-    if path.suffix == ".tar":
-        for key, _, payload in iter_members(path):
-            block = decode_block(payload, where=f"{path}: key {key!r}", deep=True)
-            if first + block.examples > start:
-                yield f"{path.name} {key}", first, block
-            first += block.examples
+    path, first = str(path), 0
+    if path.endswith(".tar"):
+        with local_file(path) as file:
+            for key, _, payload in iter_members(file):
+                block = decode_block(payload, where=f"{file}: key {key!r}", deep=True)
+                if first + block.examples > start:
+                    yield f"{file.name} {key}", first, block
+                first += block.examples
     else:
         index = ShardIndex.open(path)
         ends = np.cumsum(index.blocks["examples"], dtype=np.int64)
@@ -94,19 +96,20 @@ def _word(token: int, seen: int | None, tokenizer: Tokenizer | None) -> str:
     return f"{{= {show(token)}}}" if seen == token else f"{{{show(seen)} <- {show(token)}}}"
 
 
-def find_tokenizer(path: Path, given: Path | None) -> Tokenizer | None:
-    """The tokenizer that is named, else the one beside the data set, else None.
+def find_tokenizer(path: str | Path, given: Path | None) -> Tokenizer | None:
+    """The tokenizer that is named, else the one beside the data set (where that is local), else None.
 
     Raises:
         TokenizerError: it cannot be read.
         ShardError: it is not the one that the data set was built with.
     """
-    folder = path.parent if path.suffix == ".tar" else path
-    directory = given or folder.parent / "tokenizer"
+    path = str(path)
+    folder = path.rpartition("/")[0] or "." if path.endswith(".tar") else path
+    directory = given or Path(folder).parent / "tokenizer"
     if given is None and not directory.is_dir():
         return None
     tokenizer = load_tokenizer(directory)
-    if (folder / "index.json").is_file():
+    if not path.endswith(".tar") or Path(folder, "index.json").is_file():
         index = ShardIndex.open(folder)
         if index.info.tokenizer != tokenizer.fingerprint:
             raise ShardError(
@@ -120,7 +123,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m data_pipeline.inspect",
         description="Show examples of a shard or data set as a person reads them.",
     )
-    parser.add_argument("path", type=Path, help="a shard (.tar), a folder with index.json, or index.json itself")
+    parser.add_argument(
+        "path", help="a shard (.tar), a folder with index.json, or index.json itself; also an fsspec URL"
+    )
     parser.add_argument("--start", type=int, default=0, help="first example, counted from 0")
     parser.add_argument("--count", type=int, default=5, help="how many examples")
     parser.add_argument("--mask-set", type=int, default=0, help="which precomputed masks")
@@ -131,11 +136,11 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit code is 2 where what was asked for is not there or cannot be read."""
     options = _parser().parse_args(arguments)
-    path = options.path.parent if options.path.name == "index.json" else options.path
+    path = options.path.rstrip("/").removesuffix("/index.json")
     try:
         if options.start < 0 or options.count < 1 or options.mask_set < 0:
             raise ShardError("--start and --mask-set count from 0, --count from 1")
-        if not path.exists():
+        if "://" not in path and not Path(path).exists():
             raise ShardError(f"{path}: not there; name a shard (.tar) or a folder with index.json")
         _show(path, options.start, options.count, options.mask_set, find_tokenizer(path, options.tokenizer))
     except (ShardError, TokenizerError) as error:
@@ -144,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _show(path: Path, start: int, count: int, mask_set: int, tokenizer: Tokenizer | None) -> None:
+def _show(path: str, start: int, count: int, mask_set: int, tokenizer: Tokenizer | None) -> None:
     print(_LEGEND if tokenizer else f"{_LEGEND}\nno tokenizer beside it: ids are shown, name one by --tokenizer")
     for where, first, block in iter_blocks(path, start):
         if len(block.mask_counts) and mask_set >= len(block.mask_counts):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import posixpath
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+from fsspec.core import url_to_fs
 
 from data_pipeline.block_codec import ShardError, decode_block
 from data_pipeline.records import Block
@@ -15,14 +19,37 @@ from data_pipeline.shard_index import DatasetInfo, ShardIndex
 from data_pipeline.shards import BlockRow, file_sha256, iter_members
 
 
-def find_faults(directory: Path) -> Iterator[str]:
+@contextmanager
+def local_file(path: str) -> Iterator[Path]:
+    """A file of a local path or fsspec URL; what is remote is copied to the temporary folder for as long as the block runs.
+
+    Raises:
+        ShardError: it cannot be read. One that is raised inside names the file as `path` does.
+    """
+    if "://" not in path:
+        yield Path(path)
+        return
+    system, remote = url_to_fs(path)
+    with tempfile.TemporaryDirectory() as folder:
+        local = Path(folder) / posixpath.basename(remote)
+        try:
+            system.get_file(remote, str(local))
+            yield local
+        except ShardError as error:
+            raise ShardError(str(error).replace(str(local), path)) from error
+        except OSError as error:
+            raise ShardError(f"{path}: cannot read it: {error}") from error
+
+
+def find_faults(directory: str | Path) -> Iterator[str]:
     """Every fault of a data set as one line each, in the order of its shards; nothing where it is whole.
 
     A damaged shard gives one line, for its first fault, and the others are still read.
 
     Args:
-        directory: local folder with `index.json`.
+        directory: local folder or fsspec URL with `index.json`.
     """
+    directory = str(directory).rstrip("/")
     try:
         index = ShardIndex.open(directory)
     except ShardError as error:
@@ -31,15 +58,17 @@ def find_faults(directory: Path) -> Iterator[str]:
     owners: dict[str, str] = {}
     firsts = np.searchsorted(index.blocks["shard"], np.arange(len(index.shards) + 1))
     for number, shard in enumerate(index.shards):
-        path = directory / shard.name
+        path = f"{directory}/{shard.name}"
         table = index.blocks[firsts[number] : firsts[number + 1]]
         try:
-            rows = list(_read_shard(path, index.info))
-            _compare(path, rows, table, (shard.blocks, shard.examples, shard.tokens))
+            with local_file(path) as file:
+                rows = list(_read_shard(file, index.info))
+                _compare(file, rows, table, (shard.blocks, shard.examples, shard.tokens))
+                same = file_sha256(file) == shard.sha256
         except (ShardError, OSError) as error:
             yield str(error)
             continue
-        if file_sha256(path) != shard.sha256:
+        if not same:
             yield f"{path}: sha256 differs from index.json: its bytes are not those that were written"
         for row in rows:
             if row.key in owners:
@@ -47,11 +76,12 @@ def find_faults(directory: Path) -> Iterator[str]:
             owners[row.key] = shard.name
     index.close()
     known = {shard.name for shard in index.shards}
-    for path in sorted(directory.iterdir()):
-        if path.suffix == ".tar" and path.name not in known:
-            yield f"{path}: not in index.json: left by an earlier build; remove it"
-        elif path.name.endswith(".tmp"):
-            yield f"{path}: unfinished file of a build that was stopped; remove it"
+    system, root = url_to_fs(directory)
+    for name in sorted(posixpath.basename(path) for path in system.ls(root, detail=False)):
+        if name.endswith(".tar") and name not in known:
+            yield f"{directory}/{name}: not in index.json: left by an earlier build; remove it"
+        elif name.endswith(".tmp"):
+            yield f"{directory}/{name}: unfinished file of a build that was stopped; remove it"
 
 
 def _read_shard(path: Path, info: DatasetInfo) -> Iterator[BlockRow]:
@@ -111,12 +141,10 @@ def _compare(path: Path, rows: list[BlockRow], table: np.ndarray, counts: tuple[
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit code is 0 for a whole data set, 1 for faults, 2 for a path that is none."""
     parser = argparse.ArgumentParser(prog="python -m data_pipeline.verify", description=__doc__)
-    parser.add_argument("index", help="folder with index.json, or index.json itself")
-    path = Path(parser.parse_args(arguments).index)
-    if path.name == "index.json":
-        path = path.parent
-    if not path.is_dir():
-        print(f"{path}: no such folder; verify reads local folders, so copy a remote data set first", file=sys.stderr)
+    parser.add_argument("index", help="folder or fsspec URL with index.json, or index.json itself")
+    path = parser.parse_args(arguments).index.rstrip("/").removesuffix("/index.json")
+    if "://" not in path and not Path(path).is_dir():
+        print(f"{path}: no such folder", file=sys.stderr)
         return 2
     faults = 0
     for fault in find_faults(path):

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 
+from data_pipeline.inspect import main as inspect
 from data_pipeline.records import Block
 from data_pipeline.shard_index import ShardIndex, write_index
 from data_pipeline.shards import ShardWriter, scan_shard
@@ -36,6 +38,32 @@ def test_a_whole_data_set_passes(whole: Path, capsys: pytest.CaptureFixture[str]
     for path in (whole, whole / "index.json"):
         assert main([str(path)]) == 0
         assert "whole: 3 shards, 9 blocks" in capsys.readouterr().out
+
+
+def test_a_data_set_behind_a_url(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Any file system of fsspec, here the one in memory; damage is named by its URL; inspect reads it too."""
+    system = fsspec.filesystem("memory")
+    try:
+        system.put(str(whole), "/verify-set", recursive=True)
+        for path in ("memory://verify-set", "memory://verify-set/index.json"):
+            assert main([path]) == 0
+            assert "memory://verify-set: whole: 3 shards, 9 blocks" in capsys.readouterr().out
+            assert inspect([path, "--start", "9", "--count", "1"]) == 0
+            assert "example 9 (shard-00000.tar" in capsys.readouterr().out
+        assert inspect(["memory://verify-set/shard-00001.tar", "--count", "1"]) == 0
+        data = bytearray(system.cat_file("/verify-set/shard-00001.tar"))
+        data[len(data) // 2] ^= 1
+        system.pipe_file("/verify-set/shard-00001.tar", bytes(data))
+        system.pipe_file("/verify-set/stranger.tar", b"x")
+        capsys.readouterr()
+        assert main(["memory://verify-set"]) == 1
+        errors = capsys.readouterr().err.splitlines()
+        assert errors[0].startswith("memory://verify-set/shard-00001.tar: ")
+        assert errors[1].startswith("memory://verify-set/stranger.tar: not in index.json") and len(errors) == 3
+        assert main(["memory://nowhere"]) == 1
+        assert "no data set here" in capsys.readouterr().err
+    finally:
+        system.rm("/verify-set", recursive=True)
 
 
 def flip(path: Path, place: int) -> None:
