@@ -123,17 +123,17 @@ def check_dropout(device: str, kernel) -> dict[str, float]:
     }
 
 
-def compare_models(kernels: str, table: dict) -> dict[str, float]:
-    """Loss and gradients of a whole model with `kernels` against the plain one, without dropout."""
+def compare_models(kernels: str, table: dict, device: str = "cpu") -> dict[str, float]:
+    """Loss and gradients of a whole model with `kernels` against the plain one on the CPU, without dropout."""
     results = []
-    for name in ("plain", kernels):
+    for name, place in (("plain", "cpu"), (kernels, device)):
         torch.manual_seed(0)
         settings = {**SMALL, **table, "kernels": name, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-        model = BertForPreTraining(load_encoder_config(settings)).train()
-        out = model(example_batch())
+        model = BertForPreTraining(load_encoder_config(settings)).to(place).train()
+        out = model(example_batch().to(place))
         (out.mlm_loss_sum + out.nsp_loss_sum).backward()
-        tensors = [tensor.grad for tensor in model.parameters()]
-        results.append((out.mlm_loss_sum.detach(), int(out.mlm_correct), tensors))
+        tensors = [tensor.grad.cpu() for tensor in model.parameters()]
+        results.append((out.mlm_loss_sum.detach().cpu(), int(out.mlm_correct), tensors))
     (plain_loss, plain_correct, plain), (loss, correct, found) = results
     return {
         "loss": abs(float(loss - plain_loss)),
@@ -324,6 +324,17 @@ def test_triton_kernels_equal_plain_on_a_gpu(dtype):
     found = compare_gelu("cuda", dtype, bias_gelu)
     assert found["value"] < 10 * limit and found["gradient"] < 10 * limit  # values to 200
     assert check_dropout("cuda", dropout_add_norm)["gradient"] < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("table", [{}, MODERN])
+@pytest.mark.parametrize("kernels", ["plain", "auto", "compile", "triton"])
+def test_models_on_a_gpu_equal_the_plain_one_on_the_cpu(kernels, table):
+    if kernels == "triton" and find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    found = compare_models(kernels, table, "cuda")
+    assert found["loss"] < 1e-2 and found["gradient"] < 1e-2
 
 
 def compare_heads() -> dict[str, float]:
