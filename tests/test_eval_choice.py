@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from eval.choice_readers import read_choices
 from eval.packing import Encoded
 from eval.problems import ChoiceProblem
 from eval.readers import ReadError
+from eval.run import main
 from eval.task_data import TaskData, score_split
 from eval.tasks import TASKS
 
@@ -49,6 +52,25 @@ def test_r38_accuracy_counts_examples(tmp_path: Path) -> None:
 def test_r38_a_file_without_labels_has_none(tmp_path: Path) -> None:
     content = HEADER.replace(",label", "") + "0,v,1,s,a,b,gold,e0,e1,e2,e3\n"
     assert read_choices(write(tmp_path, content, "test.csv"), SWAG, "test").labels is None
+
+
+def test_r38_a_file_without_labels_yields_predictions_and_no_score(
+    write_bert: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Four inputs an example, through the whole command."""
+    rows = "".join(f"{n},v,1,s,he stops,he,gold,runs,sits,turns,waits,{n % 4}\n" for n in range(8))
+    unlabelled = "".join(f"{n},v,1,s,he stops,he,gold,runs,sits,turns,waits\n" for n in range(3))
+    write(tmp_path, HEADER + rows)
+    write(tmp_path, HEADER + rows, "val.csv")
+    write(tmp_path, HEADER.replace(",label", "") + unlabelled, "test.csv")
+    model = write_bert(tmp_path / "model", ["he", "stops", "runs", "sits", "turns", "waits"])
+    command = ["--model", str(model), "--data", str(tmp_path), "--output", str(tmp_path / "out"), "--tasks", "SWAG"]
+    assert main([*command, "--max-length", "16", "--epochs", "1", "--predictions"]) == 0
+    (result,) = (tmp_path / "out" / "SWAG").glob("seed-0-*.json")
+    assert set(json.loads(result.read_text())["splits"]) == {"dev"}
+    lines = (result.with_suffix("") / "test.tsv").read_text().splitlines()
+    assert lines[0] == "index\tprediction" and [line.split("\t")[0] for line in lines[1:]] == ["0", "1", "2"]
+    assert {line.split("\t")[1] for line in lines[1:]} <= set("0123")
 
 
 def test_r38_the_right_ending_is_never_always_first(tmp_path: Path) -> None:

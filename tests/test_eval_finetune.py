@@ -169,24 +169,34 @@ import sys, numpy as np, torch, torch.distributed as dist
 from eval.predict import predict
 rank, folder = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
-model, problem = torch.load(f"{folder}/case.pt", weights_only=False)
-np.save(f"{folder}/{rank}.npy", predict(model, problem, tokens=30))
-dist.destroy_process_group()
+model, problem, five = torch.load(f"{folder}/case.pt", weights_only=False)
+for world in (1, 2, 3, 4):
+    if rank >= world:
+        continue
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world)
+    np.save(f"{folder}/{world}-{rank}.npy", predict(model, problem, tokens=30))
+    np.save(f"{folder}/{world}-{rank}-five.npy", predict(model, five, tokens=30))
+    dist.destroy_process_group()
 """
 
 
 @pytest.mark.multiproc
 @pytest.mark.slow
-def test_r33_three_ranks_score_every_example_once(source: ModelSource, tmp_path: Path) -> None:
-    problem = class_problem(source, 22)
+def test_r33_any_number_of_ranks_scores_every_example_once(source: ModelSource, tmp_path: Path) -> None:
+    """22 examples; and five of which three are right, which is 0.6 on 1, 2, 3 or 4 ranks."""
+    problem, five = class_problem(source, 22), class_problem(source, 5)
     model = TaskModel(source.encoder(), 2, per_token=False)
-    torch.save((model, problem), tmp_path / "case.pt")
-    ranks = [subprocess.Popen([sys.executable, "-c", _RANK, str(rank), str(tmp_path)]) for rank in range(3)]
-    assert [process.wait(timeout=300) for process in ranks] == [0, 0, 0]
+    torch.save((model, problem, five), tmp_path / "case.pt")
+    ranks = [subprocess.Popen([sys.executable, "-c", _RANK, str(rank), str(tmp_path)]) for rank in range(4)]
+    assert [process.wait(timeout=300) for process in ranks] == [0, 0, 0, 0]
     alone = predict(model, problem, tokens=30)
-    for rank in range(3):
-        assert np.array_equal(np.load(tmp_path / f"{rank}.npy"), alone)
+    right = predict(model, five, tokens=30).argmax(1)
+    gold = np.where([True, True, False, True, False], right, 1 - right)
+    for world in (1, 2, 3, 4):
+        for rank in range(world):
+            assert np.array_equal(np.load(tmp_path / f"{world}-{rank}.npy"), alone)
+            predicted = np.load(tmp_path / f"{world}-{rank}-five.npy").argmax(1)
+            assert compute(("accuracy",), gold, predicted)["accuracy"].value == 0.6
 
 
 def flat(lengths: list[int]) -> Encoded:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eval.report import task_label, main
+from eval.report import main, task_label
 from eval.report_data import as_number, best_row, find_runs, finite_mean, read_run, series
 
 
@@ -139,6 +139,20 @@ def test_undefined_task_scores_are_said(tmp_path: Path) -> None:
     (run / "eval" / "results.json").write_text(json.dumps({"results": [result_group("CoLA", None, left_out=2)]}))
     page = page_of(run, tmp_path / "report")
     assert ">undefined<" in page and "2 run(s) without a score (constant)" in page
+
+
+def test_r34_the_report_shows_matched_and_mismatched_mnli_separately(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [train_line(1, 3.0)])
+    (run / "eval").mkdir()
+    group = result_group("MNLI", 0.85)
+    group["headline"] = {"split": "dev_matched", "metric": "mcc"}
+    matched = group["splits"].pop("dev")
+    group["splits"] = {"dev_matched": matched, "dev_mismatched": result_group("MNLI", 0.80)["splits"]["dev"]}
+    (run / "eval" / "results.json").write_text(json.dumps({"schema": 1, "results": [group]}))
+    cells = re.findall(r">([^<>]+)</td>", page_of(run, tmp_path / "report"))
+    for split, score in (("dev_matched", "85.00"), ("dev_mismatched", "80.00")):
+        at = cells.index(split)
+        assert cells[at - 1 : at + 3] == ["MNLI", split, "mcc", score]
 
 
 def test_a_repeated_step_counts_once_as_written_last(tmp_path: Path) -> None:
