@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +26,40 @@ def shared_data() -> Path:
     if not path.is_dir():
         pytest.skip(f"no data sets at {path}; set CLOZEWORKS_DATA")
     return path
+
+
+Script = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def slurm_script() -> Iterator[Script]:
+    """Runs `tests/testcluster.sh WORDS`: `exec` for the login node of a real Slurm cluster of three nodes with 8 cores and 6
+    devices each. One cluster serves all tests. Skips without Slurm's daemons or root; where both are there, a cluster
+    that does not come up is a failure.
+    """
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    if missing := [name for name in ("slurmctld", "slurmd", "munged", "srun") if not shutil.which(name, path=path)]:
+        pytest.skip(f"no {', '.join(missing)}: apt-get install slurmctld slurmd slurm-client munge")
+    if os.getuid() != 0:
+        pytest.skip("a test cluster needs root")
+    # Sockets live in there: their paths are limited to about 100 characters.
+    folder = Path(tempfile.mkdtemp(prefix="cw-slurm-", dir="/tmp"))
+    own = {"CLUSTER_DIR": str(folder), "NODE_CPUS": "8", "NODE_GPUS": "6", "OMP_NUM_THREADS": "1"}
+    environ = os.environ | own | {"PYTHONPATH": str(ROOT)}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"):
+        environ.pop(name, None)
+
+    def script(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [str(ROOT / "tests" / "testcluster.sh"), *words]
+        return subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+
+    try:
+        started = script("up", "3")
+        assert started.returncode == 0, f"the test cluster did not come up: {started.stdout}{started.stderr}"
+        yield script
+    finally:
+        script("down")
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

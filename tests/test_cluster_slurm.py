@@ -9,14 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SCRIPT = ROOT / "tests" / "testcluster.sh"
 ASSETS = ROOT / "tests" / "assets"
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -36,22 +35,11 @@ PLAIN_LAUNCHER = [sys.executable, str(ASSETS / "plain_launcher.py")]
 class Cluster:
     """Runs commands on the login node of the test cluster and looks after jobs."""
 
-    def __init__(self, folder: Path) -> None:
-        self.environ = os.environ | {
-            "CLUSTER_DIR": str(folder),
-            "NODE_CPUS": "8",
-            "NODE_GPUS": "6",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-        }
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"):
-            self.environ.pop(name, None)
+    def __init__(self, script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+        self._script = script
 
     def script(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        command = [str(SCRIPT), *words]
-        done = subprocess.run(
-            command, env=self.environ, cwd=ROOT, capture_output=True, text=True, check=False, timeout=90
-        )
+        done = self._script(*words)
         assert done.returncode == 0 or not check, f"{words}: {done.stdout}{done.stderr}"
         return done
 
@@ -111,27 +99,8 @@ def processes(word: str) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    missing = [name for name in ("slurmctld", "slurmd", "munged", "srun") if not _which(name)]
-    if missing:
-        pytest.skip(f"no {', '.join(missing)}: apt-get install slurmctld slurmd slurm-client munge")
-    if os.getuid() != 0:
-        pytest.skip("a test cluster needs root")
-    # sockets live in there: their paths are limited to about 100 characters
-    folder = Path(tempfile.mkdtemp(prefix="cw-slurm-", dir="/tmp"))
-    cluster = Cluster(folder)
-    try:
-        started = cluster.script("up", "3", check=False)
-        if started.returncode:
-            pytest.skip(f"no test cluster here: {started.stderr.strip()[-300:]}")
-        yield cluster
-    finally:
-        cluster.script("down", check=False)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _which(name: str) -> str | None:
-    return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+def cluster(slurm_script: Callable[..., subprocess.CompletedProcess[str]]) -> Cluster:
+    return Cluster(slurm_script)
 
 
 def test_r39_unequal_shares_of_shared_nodes(cluster: Cluster, tmp_path: Path) -> None:

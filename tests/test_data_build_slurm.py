@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -19,34 +16,7 @@ from data_pipeline.build import main
 from data_pipeline.cluster_execution import SlurmExecutor
 from data_pipeline.config import SlurmConfig
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "tests" / "testcluster.sh"
-Login = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-@pytest.fixture(scope="module")
-def login() -> Iterator[Login]:
-    """Runs a command on the login node of a test cluster of two nodes."""
-    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    if missing := [name for name in ("slurmctld", "slurmd", "munged", "srun") if not shutil.which(name, path=path)]:
-        pytest.skip(f"no {', '.join(missing)}: apt-get install slurmctld slurmd slurm-client munge")
-    if os.getuid() != 0:
-        pytest.skip("a test cluster needs root")
-    folder = Path(tempfile.mkdtemp(prefix="cw-data-", dir="/tmp"))  # paths of its sockets must be short
-    environ = os.environ | {"CLUSTER_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-
-    def script(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [str(SCRIPT), *words]
-        return subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-
-    try:
-        started = script("up", "2")
-        if started.returncode:
-            pytest.skip(f"no test cluster here: {started.stderr.strip()[-300:]}")
-        yield lambda *words: script("exec", *words)
-    finally:
-        script("down")
-        shutil.rmtree(folder, ignore_errors=True)
+Script = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def digests(data: Path) -> dict[str, str]:
@@ -56,7 +26,7 @@ def digests(data: Path) -> dict[str, str]:
 
 @pytest.mark.slurm
 @pytest.mark.slow
-def test_slurm_arrays_make_the_bytes_of_a_local_build(login: Login, tmp_path: Path) -> None:
+def test_slurm_arrays_make_the_bytes_of_a_local_build(slurm_script: Script, tmp_path: Path) -> None:
     rows = [orjson.dumps({"text": text}) for _, text in sorted(topics.items())[:60]]
     (tmp_path / "corpus.jsonl").write_bytes(b"\n".join(rows))
     config = tmp_path / "config.toml"
@@ -75,10 +45,10 @@ def test_slurm_arrays_make_the_bytes_of_a_local_build(login: Login, tmp_path: Pa
         f"data.dir={tmp_path}/slurm",
     ]
     command += ["--set", "data.executor=slurm", "--set", "data.workers=2", "--set", "data.tasks=2"]
-    refused = login(*command, "--set", "data.slurm.partition=absent")
+    refused = slurm_script("exec", *command, "--set", "data.slurm.partition=absent")
     assert refused.returncode == 2
     assert "2 of 2 tasks did not complete on the cluster, the first is 0" in refused.stderr
-    done = login(*command)
+    done = slurm_script("exec", *command)
     assert done.returncode == 0, done.stderr + done.stdout
     assert digests(tmp_path / "slurm") == digests(tmp_path / "local")
     for stage in ("tokens", "assemble"):  # both ran as arrays: one log of Slurm's per task
