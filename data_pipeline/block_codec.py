@@ -14,6 +14,7 @@ import math
 import re
 import struct
 import zlib
+from functools import lru_cache
 
 import numpy as np
 
@@ -179,11 +180,19 @@ def _parse_array(view: memoryview, where: str) -> np.ndarray:
     if bytes(view[:8]) != _NPY_MAGIC:
         raise ShardError(f"{where} is not a NumPy array of format 1.0")
     start = 10 + struct.unpack_from("<H", view, 8)[0]
-    header = _HEADER.fullmatch(view[10:start])
+    header = _parse_header(bytes(view[10:start]))
     if header is None:
         raise ShardError(f"{where} has an array header of another form; expected little-endian integers in C order")
-    shape = tuple(int(part) for part in header[2].split(b",") if part.strip())
-    dtype = np.dtype(header[1].decode())
+    dtype, shape = header
     if math.prod(shape) * dtype.itemsize != len(view) - start:
         raise ShardError(f"{where} holds {len(view) - start} bytes, its shape {shape} needs another number")
     return np.frombuffer(view, dtype, offset=start).reshape(shape)
+
+
+@lru_cache(maxsize=4096)
+def _parse_header(text: bytes) -> tuple[np.dtype, tuple[int, ...]] | None:
+    """Type and shape of an array; the blocks of a data set have few different headers."""
+    header = _HEADER.fullmatch(text)
+    if header is None:
+        return None
+    return np.dtype(header[1].decode()), tuple(int(part) for part in header[2].split(b",") if part.strip())

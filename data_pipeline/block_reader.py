@@ -173,7 +173,7 @@ class BlockReader:
                 )
             segment_a.append(part.block.segment_a_lengths[piece.examples])
             labels.append(part.block.nsp_labels[piece.examples])
-        segments_T = (positions_T >= np.repeat(np.concatenate(segment_a), lengths)).astype(np.int64)
+        segments_T = _segments(np.concatenate(segment_a), lengths)
         masked_P += np.repeat(ends[:-1], counts)
         labels_P = ids_T[masked_P]
         ids_T[masked_P] = inputs_P
@@ -187,6 +187,14 @@ class BlockReader:
             mask_positions_P=masked_P,
             mask_labels_P=labels_P,
         )
+
+
+def _segments(a_lengths: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """(T,) int64: 0 in the first `a_lengths` tokens of an example, 1 in the others."""
+    runs = np.empty((len(lengths), 2), np.int64)
+    runs[:, 0] = a_lengths
+    runs[:, 1] = lengths - runs[:, 0]
+    return np.repeat(np.arange(2 * len(lengths)) & 1, runs.ravel())
 
 
 def _ends(lengths: np.ndarray) -> np.ndarray:
