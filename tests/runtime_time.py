@@ -1,7 +1,10 @@
-"""Scenarios of tests/runtime_worker.py: the rate follows a clock, which rank the others wait for, a run after a run."""
+"""Scenarios of tests/runtime_worker.py: the rate follows a clock, which rank the others wait for, a run after a run, the
+held-out loss.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -14,7 +17,7 @@ from runtime_common import StopAt, make_config, records, weights_of, zero
 
 from cluster.world import World
 from data_pipeline.config import ConfigError
-from pretrain import continuation
+from pretrain import collectives, continuation
 from pretrain.checkpoint import list_steps, read_state, step_name, step_of
 from pretrain.config import TrainConfig
 from pretrain.encoder import BertForPreTraining
@@ -27,6 +30,7 @@ from pretrain.stops import StopRequest
 from pretrain.stopwatch import Stopwatch, TrainingClock
 from pretrain.telemetry import Peak
 from pretrain.trainer import train
+from pretrain.validation import label_counts, validate_model
 
 BUDGET = 9
 """Seconds of the time budget; rank 0's clock shows one more at every look, so that is also the number of steps."""
@@ -140,3 +144,40 @@ def second_config(world: World, data: Path, out: Path) -> dict[str, Any]:
         "position": read_state(list_steps(out / "second" / "checkpoints")[-1]).loader["position"],
         "refused": refused,
     }
+
+
+def validated(world: World, data: Path, out: Path) -> dict[str, Any]:
+    """The held-out loss of all ranks, beside that of one plain model over the whole set, and which examples each rank saw."""
+    results = {}
+    for stage in (1, 3):
+        opened = RunData(make_config(data, out / "validated", model={"layers": 1}, deepspeed=zero(stage)))
+        config = opened.model_config()
+        torch.manual_seed(7)
+        model = BertForPreTraining(config.model)
+        common = int(label_counts(opened.held_out_batches(World()), config.model.vocab_size).argmax())
+        model.mlm_head.bias.data[common] += 5  # some answers are right
+        plain = copy.deepcopy(model).eval()
+        trainer = TrainEngine(
+            model, parameter_groups(model, 0.01), config=config, world=world, device=torch.device("cpu")
+        )
+        mine = list(opened.held_out_batches(world))
+        found = validate_model(trainer, mine)
+        with torch.no_grad():
+            whole = [plain(batch) for batch in opened.held_out_batches(World())]
+        predictions, pairs = (sum(getattr(part, f"{kind}_count") for part in whole) for kind in ("mlm", "nsp"))
+        ids = [
+            tuple(example.tolist())
+            for batch in mine
+            for example in batch.input_ids_T.tensor_split(batch.cu_seqlens[1:-1].long())
+        ]
+        seen = [example for part in collectives.gather_objects(ids) for example in part]
+        results[str(stage)] = {
+            "found": found,
+            "mlm_loss": sum(float(part.mlm_loss_sum) for part in whole) / predictions,
+            "mlm_accuracy": sum(int(part.mlm_correct) for part in whole) / predictions,
+            "nsp_loss": sum(float(part.nsp_loss_sum) for part in whole) / pairs,
+            "nsp_accuracy": sum(int(part.nsp_correct) for part in whole) / pairs,
+            "predictions": predictions,
+            "seen": [len(seen), len(set(seen))],
+        }
+    return results

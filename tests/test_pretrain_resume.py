@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -34,8 +35,8 @@ def data(tmp_path_factory: pytest.TempPathFactory, write_dataset: Callable[..., 
 
 
 PLANS = {
-    "one-rank": "1:worked_example,equals_plain_torch,halves,phased,second_config,spiked",
-    "two-ranks": "2:worked_example,equals_plain_torch,resumed,overflow,faults,elastic,halves,agreement,timed,straggling,"
+    "one-rank": "1:worked_example,equals_plain_torch,halves,phased,second_config,validated,spiked",
+    "two-ranks": "2:worked_example,equals_plain_torch,resumed,overflow,faults,elastic,halves,agreement,timed,straggling,validated,"
     "asynchronous,refusing_disk,signalled_save",
     "four-ranks": "4:elastic",
     "hung": "2:hung:fails",
@@ -268,6 +269,21 @@ def test_the_rate_follows_rank_0s_clock_also_after_a_resume_until_the_budget_is_
     for run in (straight, stopped):
         assert run["saved"] == [9, 9.0] and run["finished"]
         assert set(run["slowest"]) <= {0, 1}
+
+
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_the_held_out_loss_is_exact_over_the_whole_set_and_no_example_comes_twice(
+    one_rank: dict[str, Any], results: dict[str, Any], stage: str
+) -> None:
+    for launch in (one_rank, results):
+        found = launch["validated"][stage]
+        assert found["seen"] == [38, 38] and found["found"]["examples"] == 38
+        assert found["found"]["predictions"] == found["predictions"] and 0 < found["mlm_accuracy"] < 1
+        for name in ("mlm_loss", "mlm_accuracy", "nsp_loss", "nsp_accuracy"):
+            assert found["found"][name] == pytest.approx(found[name], rel=1e-6)
+        assert found["found"]["perplexity"] == pytest.approx(math.exp(found["mlm_loss"]), rel=1e-5)
+    one, two = (launch["validated"][stage]["found"] for launch in (one_rank, results))
+    assert one == pytest.approx(two, rel=1e-6)
 
 
 def test_the_rank_that_the_others_wait_for_is_named(results: dict[str, Any]) -> None:
