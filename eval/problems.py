@@ -40,7 +40,21 @@ class Problem(Protocol):
 
 
 @dataclass(kw_only=True)
-class ClassProblem:
+class RowPerUnit:
+    """What problems have in common whose units are rows: an example, a window, a sentence with its neighbours."""
+
+    encoded: Encoded
+
+    def __len__(self) -> int:
+        return len(self.encoded)
+
+    def rows(self, units: np.ndarray) -> np.ndarray:
+        """A unit is a row."""
+        return units
+
+
+@dataclass(kw_only=True)
+class ClassProblem(RowPerUnit):
     """One label for each row.
 
     Attributes:
@@ -48,17 +62,9 @@ class ClassProblem:
         outputs: number of labels.
     """
 
-    encoded: Encoded
     labels: np.ndarray | None
     outputs: int
     per_token: bool = False
-
-    def __len__(self) -> int:
-        return len(self.encoded)
-
-    def rows(self, units: np.ndarray) -> np.ndarray:
-        """A unit is a row."""
-        return units
 
     def loss(self, logits: torch.Tensor, units: np.ndarray) -> torch.Tensor:
         """Mean cross entropy."""
@@ -66,24 +72,16 @@ class ClassProblem:
 
 
 @dataclass(kw_only=True)
-class RegressionProblem:
+class RegressionProblem(RowPerUnit):
     """One score for each row.
 
     Attributes:
         labels: (E,) float64, or None.
     """
 
-    encoded: Encoded
     labels: np.ndarray | None
     outputs: int = 1
     per_token: bool = False
-
-    def __len__(self) -> int:
-        return len(self.encoded)
-
-    def rows(self, units: np.ndarray) -> np.ndarray:
-        """A unit is a row."""
-        return units
 
     def loss(self, logits: torch.Tensor, units: np.ndarray) -> torch.Tensor:
         """Mean squared error: (E, 1) logits against (E,) scores, never broadcast against each other (R32)."""
@@ -118,25 +116,17 @@ class ChoiceProblem:
 
 
 @dataclass(kw_only=True)
-class SpanProblem:
+class SpanProblem(RowPerUnit):
     """Start and end of an answer in each window (arXiv 1810.04805, sections 4.2 and 4.3).
 
     Attributes:
         starts, ends: (E,) int64, token positions counted from the window's start; 0 (`[CLS]`) for no answer. Or None.
     """
 
-    encoded: Encoded
     starts: np.ndarray | None
     ends: np.ndarray | None
     outputs: int = 2
     per_token: bool = True
-
-    def __len__(self) -> int:
-        return len(self.encoded)
-
-    def rows(self, units: np.ndarray) -> np.ndarray:
-        """A unit is a window."""
-        return units
 
     def loss(self, logits: torch.Tensor, units: np.ndarray) -> torch.Tensor:
         """Mean over start and end of the cross entropy over the window's tokens."""
@@ -152,24 +142,16 @@ class SpanProblem:
 
 
 @dataclass(kw_only=True)
-class TagProblem:
+class TagProblem(RowPerUnit):
     """A label for the first piece of each word (arXiv 1810.04805, section 5.3).
 
     Attributes:
         tags: (N,) int64 for every id of `encoded`, -1 where no prediction is asked for (later pieces, specials).
     """
 
-    encoded: Encoded
     tags: np.ndarray
     outputs: int
     per_token: bool = True
-
-    def __len__(self) -> int:
-        return len(self.encoded)
-
-    def rows(self, units: np.ndarray) -> np.ndarray:
-        """A unit is a sentence."""
-        return units
 
     def loss(self, logits: torch.Tensor, units: np.ndarray) -> torch.Tensor:
         """Mean cross entropy over the tagged tokens of the batch."""
