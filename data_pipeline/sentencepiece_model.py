@@ -8,7 +8,9 @@ not know is written in its bytes: they continue the word that they stand in, may
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ MODEL_FILE = "spiece.model"
 WORD_START = "\u2581"
 model_pb2: Any = sentencepiece_model_pb2  # generated code without type information
 _PIECE = model_pb2.ModelProto.SentencePiece
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _NAMES = {
     "pad": ("[PAD]", "<pad>"),
     "cls": ("[CLS]", "<s>"),
@@ -207,6 +210,63 @@ class SentencePieceTokenizer(SpecialEntries):
             fuse_unk=True,
             byte_fallback=self.byte_fallback,
         )
+
+
+def unigram_of_json(content: dict[str, Any], source: Path) -> SentencePieceTokenizer:
+    """A `tokenizer.json` with a Unigram model, as `transformers` writes it for ALBERT's kin, XLM-R or DeBERTa, with its ids.
+
+    Raises:
+        TokenizerError: a normaliser or pre-tokenizer that a SentencePiece model cannot express.
+    """
+    model, special = content["model"], {entry["content"]: entry["id"] for entry in content.get("added_tokens") or []}
+    flags, charsmap = _json_rules(content.get("normalizer"), source)
+    steps = _flat(content.get("pre_tokenizer"), "pretokenizers")
+    if [step["type"] for step in steps] not in (["Metaspace"], ["WhitespaceSplit", "Metaspace"]):
+        raise TokenizerError(f"{source}: expected a Metaspace pre-tokenizer, found {[step['type'] for step in steps]}")
+    proto = model_pb2.ModelProto()
+    fallback = bool(model.get("byte_fallback"))
+    for index, (piece, score) in enumerate(model["vocab"]):
+        kind = _PIECE.CONTROL if piece in special else _PIECE.NORMAL
+        kind = _PIECE.BYTE if fallback and _BYTE.fullmatch(piece) else kind
+        proto.pieces.add(piece=piece, score=score, type=_PIECE.UNKNOWN if index == model["unk_id"] else kind)
+    known = {piece.piece for piece in proto.pieces}
+    behind = sorted((index, piece) for piece, index in special.items() if piece not in known)
+    if [index for index, _ in behind] != list(range(len(known), len(known) + len(behind))):
+        raise TokenizerError(
+            f"{source}: the ids of the added tokens do not follow the vocabulary of {len(known)} entries"
+        )
+    for _, piece in behind:
+        proto.pieces.add(piece=piece, score=0.0, type=_PIECE.CONTROL)
+    proto.trainer_spec.model_type = proto.trainer_spec.UNIGRAM
+    proto.trainer_spec.byte_fallback = fallback
+    proto.trainer_spec.unk_id = model["unk_id"]
+    proto.normalizer_spec.precompiled_charsmap = charsmap
+    proto.normalizer_spec.add_dummy_prefix = steps[-1].get("prepend_scheme", "always") != "never"
+    return SentencePieceTokenizer(proto.SerializeToString(deterministic=True), flags, source)
+
+
+def _json_rules(normalizer: dict[str, Any] | None, source: Path) -> tuple[Normalisation, bytes]:
+    """(flags, table of a model's own rules) of a normaliser."""
+    charsmap, found = b"", []
+    for step in _flat(normalizer, "normalizers"):
+        kind = step["type"]
+        found.append(kind)
+        if kind == "Precompiled":
+            charsmap = base64.b64decode(step["precompiled_charsmap"])
+        elif kind == "Replace" and set(step["pattern"]) != {"Regex"}:
+            kind = "Replace of a string"
+        if kind not in ("Precompiled", "Replace", "Strip", "NFC", "NFKD", "StripAccents", "Lowercase"):
+            raise TokenizerError(
+                f"{source}: its normaliser has a step {kind}, which a SentencePiece model does not; import the .model file"
+            )
+    flags = Normalisation(lowercase="Lowercase" in found, strip_accents="StripAccents" in found, split_cjk=False)
+    return flags, charsmap
+
+
+def _flat(step: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    if not step:
+        return []
+    return [part for inner in step[key] for part in _flat(inner, key)] if step["type"] == "Sequence" else [step]
 
 
 def _parse(model: bytes, source: str | Path) -> Any:

@@ -18,7 +18,7 @@ from data_pipeline.byte_bpe import (
     read_byte_bpe,
 )
 from data_pipeline.config import TokenizerConfig
-from data_pipeline.sentencepiece_model import MODEL_FILE, SentencePieceTokenizer
+from data_pipeline.sentencepiece_model import MODEL_FILE, SentencePieceTokenizer, unigram_of_json
 from data_pipeline.tokenizer_folder import (
     DESCRIPTOR,
     Normalisation,
@@ -192,9 +192,13 @@ def _import_json(path: Path, config: TokenizerConfig) -> Tokenizer:
     model, normalizer = content.get("model") or {}, content.get("normalizer") or {}
     if model.get("type") == "BPE":
         return byte_bpe_of_json(content, _byte_flags(config), path)
+    if model.get("type") == "Unigram":
+        tokenizer = unigram_of_json(content, path)
+        _refuse_contradiction(path, tokenizer.flags, config)
+        return tokenizer
     if model.get("type") != "WordPiece" or normalizer.get("type") != "BertNormalizer":
         raise TokenizerError(
-            f"{path}: expected a WordPiece model with a BertNormalizer, found "
+            f"{path}: expected a WordPiece model with a BertNormalizer, a Unigram model or byte-level BPE, found "
             f"{model.get('type')!r} with {normalizer.get('type')!r}"
         )
     prefix, limit = model.get("continuing_subword_prefix"), model.get("max_input_chars_per_word")

@@ -31,7 +31,8 @@ def test_slurm_arrays_make_the_bytes_of_a_local_build(slurm_script: Script, tmp_
     (tmp_path / "corpus.jsonl").write_bytes(b"\n".join(rows))
     config = tmp_path / "config.toml"
     config.write_text(
-        f'[corpus]\nsource = "jsonl"\npaths = ["{tmp_path}/corpus.jsonl"]\nheld_out = 0.0\n[tokenizer]\nvocab_size = 600\n'
+        f'[corpus]\nsource = "jsonl"\npaths = ["{tmp_path}/corpus.jsonl"]\nheld_out = 0.0\n[cleaning]\nexact_duplicates = true\n'
+        f"[tokenizer]\nvocab_size = 600\n"
         f'[data]\ndir = "{tmp_path}/local"\nbuckets = 2\nmask_sets = 1\nworkers = 1\n[data.slurm]\nmem_per_cpu_gb = 0\n'
     )
     assert main(["--config", str(config)]) == 0
@@ -51,7 +52,7 @@ def test_slurm_arrays_make_the_bytes_of_a_local_build(slurm_script: Script, tmp_
     done = slurm_script("exec", *command)
     assert done.returncode == 0, done.stderr + done.stdout
     assert digests(tmp_path / "slurm") == digests(tmp_path / "local")
-    for stage in ("tokens", "assemble"):  # both ran as arrays: one log of Slurm's per task
+    for stage in ("cleaning", "tokens", "assemble"):  # all ran as arrays: one log of Slurm's per task
         logs = list((tmp_path / "slurm" / stage / "state/slurm_logs").glob("*_[01].out"))
         assert len(logs) == 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import unicodedata
 import zipfile
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import sentencepiece
 
 from data_pipeline.config import TokenizerConfig
-from data_pipeline.tokenizer import Tokenizer, import_tokenizer, load_tokenizer
+from data_pipeline.tokenizer import Tokenizer, TokenizerError, import_tokenizer, load_tokenizer
 
 SCRIPTS = (
     "Vietnamese_Quocngu",
@@ -97,6 +98,10 @@ def test_models_with_byte_fallback_and_decomposed_text(tmp_path, lines, kind, by
     assert tokenizer.mask_id not in tokenizer.encode_flat(["a [MASK] <s>"])[0]  # markers in a text are text
     unknown = sum(row.count(tokenizer.unk_id) for row in found)
     assert (unknown == 0) == byte_fallback
+    if kind == "unigram":  # what `transformers` writes is read as well, with the same ids
+        from_json = import_tokenizer(tmp_path / "saved/tokenizer.json", TokenizerConfig())
+        assert (from_json.tokens, from_json.flags) == (tokenizer.tokens, tokenizer.flags)
+        assert rows(from_json, texts) == found and from_json.mask_id == tokenizer.mask_id
     if byte_fallback:
         assert (
             tokenizer.decode(tokenizer.encode_flat(["a😀b"])[0])
@@ -106,3 +111,19 @@ def test_models_with_byte_fallback_and_decomposed_text(tmp_path, lines, kind, by
         bytes_ = [i for i, token in enumerate(tokenizer.tokens) if token.startswith("<0x")]
         assert len(bytes_) == 256 and not tokenizer.word_starts[bytes_].any()
         assert not np.isin(bytes_, tokenizer.ordinary_ids).any()
+
+
+def test_published_model_as_tokenizer_json(tmp_path, shared_data):
+    """ALBERT as `tokenizer.json`; a step that SentencePiece does not have is refused by name."""
+    model = import_tokenizer(shared_data / "vocab/albert-v2-spiece.model", TokenizerConfig())
+    model.save(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    texts = (shared_data / "text/google-bert-sample_text.txt").read_text(encoding="utf-8").split("\n")
+    assert rows(import_tokenizer(path, TokenizerConfig()), texts) == rows(model, texts)
+    with pytest.raises(TokenizerError, match=r"made with lowercase = true, but tokenizer\.lowercase is false"):
+        import_tokenizer(path, TokenizerConfig(lowercase=False))
+    content = json.loads(path.read_bytes())
+    content["normalizer"]["normalizers"].insert(0, {"type": "Replace", "pattern": {"String": "``"}, "content": '"'})
+    path.write_text(json.dumps(content))
+    with pytest.raises(TokenizerError, match=r"a step Replace of a string.*import the \.model file"):
+        import_tokenizer(path, TokenizerConfig())
