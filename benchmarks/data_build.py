@@ -249,13 +249,13 @@ def main() -> None:
     documents = [lines[i : i + SENTENCES_PER_DOCUMENT] for i in range(0, len(lines), SENTENCES_PER_DOCUMENT)]
     pre_split = "\n\n".join("\n".join(document) for document in documents)
     raw = "\n\n".join("\n".join(" ".join(part) for part in _tens(document)) for document in documents)
-    copies = 2 if quick else 14
+    copies = 2 if quick else 28
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = vocabulary(folder, lines)
         start = build(folder / "start", [pre_split[:20000]], path, "line")
         ours = build(folder / "pre-split", [pre_split] * copies, path, "line")
-        raw_ours = build(folder / "raw", [raw] * max(2, copies // 2), path, "punkt")
+        raw_ours = build(folder / "raw", [raw] * max(2, copies // 4), path, "punkt")
         two = build(folder / "two", [pre_split] * copies, path, "line", workers=2)
         tokenizer_dir = folder / "pre-split" / "data" / "tokenizer"
         bare_rate, libraries = bare(raw, tokenizer_dir)

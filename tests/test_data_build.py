@@ -17,7 +17,9 @@ import orjson
 import pytest
 
 from data_pipeline.build import main
+from data_pipeline.corpus_files import InputFile
 from data_pipeline.loader import build_loader
+from data_pipeline.plan import choose_tasks
 from data_pipeline.shard_index import ShardIndex
 from data_pipeline.shards import iter_members
 from data_pipeline.stats import main as stats_main
@@ -314,6 +316,15 @@ def test_r13_whole_word_without_pieces_is_said_to_have_no_effect(
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"我爱北京", "##京"]))
     assert main(["--config", str(config), "--set", "data.whole_word=true"]) == 0
     assert "data.whole_word has no effect here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "workers", "tasks"), [(0.5, 2, 1), (1.5, 2, 2), (30, 4, 4), (312, 1, 5), (312, 2, 6), (5000, 4, 78)]
+)
+def test_few_tasks_are_as_many_for_each_worker(megabytes: float, workers: int, tasks: int) -> None:
+    file = InputFile(path="a.txt", name="a.txt", size=int(megabytes * 1e6), modified="")
+    assert choose_tasks(0, workers, [file]) == tasks
+    assert choose_tasks(3, workers, [file]) == 3
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed here")
