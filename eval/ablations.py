@@ -21,6 +21,7 @@ from data_pipeline.artefacts import write_text
 from data_pipeline.config import ConfigError
 from eval.ablation_rows import FOLDER, Row, Setup, Step, Table, load_tables, steps
 from eval.ablation_table import as_json, as_markdown, render
+from eval.job_array import quoted
 from eval.report_data import TABLES
 from eval.tasks import TaskError, select_tasks
 
@@ -197,7 +198,7 @@ def job_script(name: str, chain: Sequence[Step], directives: Sequence[str], logs
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH {option}" for option in options),
+            *(f"#SBATCH {quoted(option)}" for option in options),
             "set -e",
             f"cd {shlex.quote(str(Path.cwd()))}",
             *(shlex.join(step.command) for step in chain),

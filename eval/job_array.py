@@ -42,7 +42,7 @@ def array_script(arguments: Sequence[str], elements: int, directives: Sequence[s
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH {_quoted(option)}" for option in options),
+            *(f"#SBATCH {quoted(option)}" for option in options),
             f"cd {shlex.quote(str(Path.cwd()))} || exit 1",
             f'exec {command} --part "$SLURM_ARRAY_TASK_ID/{elements}"',
             "",
@@ -50,7 +50,7 @@ def array_script(arguments: Sequence[str], elements: int, directives: Sequence[s
     )
 
 
-def _quoted(option: str) -> str:
+def quoted(option: str) -> str:
     """sbatch splits the line at blanks, as a shell would."""
     name, equals, value = option.partition("=")
     return f'{name}{equals}"{value}"' if " " in option else option

@@ -19,6 +19,7 @@ import os
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,12 @@ def _alone(output: Path) -> Iterator[bool]:
 
 def _night(options: argparse.Namespace, folders: Sequence[Path]) -> int:
     """Evaluate what is new, write the pages, return the exit code."""
+    runs = [read_run(folder) for folder in folders]
+    twice = [name for name, count in Counter(run.name for run in runs).items() if count > 1]
+    if twice:
+        raise TaskError(
+            f"several runs are called {twice[0]!r}; their history would be mixed: evaluate one of them only"
+        )
     earlier = read_nights(options.output)
     tonight: list[Night] = []
     for folder in folders:
@@ -94,7 +101,6 @@ def _night(options: argparse.Namespace, folders: Sequence[Path]) -> int:
             tonight.append(night)
     verdicts = {night.run: judge(night, earlier) for night in tonight}
     alerts = alerts_of(tonight, verdicts)
-    runs = [read_run(folder) for folder in folders]
     write_pages(options.output, [*earlier, *tonight], {night.run for night in tonight}, alerts, runs)
     for alert in alerts:
         print(f"eval.nightly: {alert}", file=sys.stderr)

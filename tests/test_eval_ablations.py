@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from data_pipeline.records import Batch
 from data_pipeline.tokenizer import import_tokenizer
 from eval.ablation_rows import FOLDER, Setup, load_tables, steps
 from eval.ablation_table import as_markdown, render
-from eval.ablations import main, pretraining_is_complete
+from eval.ablations import job_script, main, pretraining_is_complete
 from eval.report import main as report_main
 from eval.run import main as run_main
 from eval.source import ModelSource
@@ -211,3 +213,15 @@ def test_sources_of_checkpoints(checkpoint: Path, tmp_path: Path) -> None:
     assert not pretraining_is_complete(setup("small", checkpoint.parent.parent, overrides=longer), plain)
     with pytest.raises(ConfigError):
         load_tables(tmp_path / "none.toml")
+
+
+def test_jobs_of_a_cluster_run_the_same_commands(tmp_path: Path) -> None:
+    every = [step for _, step in steps(setup("small", tmp_path / "a folder"), load_tables()[:1])]
+    script = job_script("ablation-x", every[:2], ["--gpus=2", "--time=1:00:00"], tmp_path / "a folder")
+    assert script.startswith("#!/bin/bash\n#SBATCH --job-name=ablation-x\n") and "#SBATCH --gpus=2\n" in script
+    assert f'#SBATCH --output="{tmp_path}/a folder/ablation-x-%j.log"\n' in script
+    assert subprocess.run(["bash", "-n", "-c", script], check=False).returncode == 0
+    lines = script.splitlines()
+    assert lines.index("set -e") < len(lines) - 2 and [shlex.split(line) for line in lines[-2:]] == [
+        list(step.command) for step in every[:2]
+    ]

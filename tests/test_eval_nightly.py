@@ -184,3 +184,11 @@ def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     command = ["--runs", str(tmp_path), "--data", str(tmp_path), "--output", str(tmp_path / "out")]
     assert main([*command, "--tasks", "RTX"]) == 2 and "did you mean" in capsys.readouterr().err
     assert main([*command, "--tasks", "RTE"]) == 2 and "no run here" in capsys.readouterr().err
+
+
+def test_runs_of_one_name_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder / "pretrain").mkdir(parents=True)
+        (tmp_path / folder / "pretrain" / "run.json").write_text('{"name": "demo"}')
+    command = ["--runs", str(tmp_path), "--data", str(tmp_path), "--output", str(tmp_path / "out"), "--tasks", "RTE"]
+    assert main(command) == 2 and "several runs are called 'demo'" in capsys.readouterr().err
