@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +13,14 @@ import torch
 from cluster.world import World
 from data_pipeline.config import ConfigError
 from data_pipeline.records import Block
-from data_pipeline.shard_index import DatasetInfo, write_index
+from data_pipeline.shard_index import DatasetInfo, ShardIndex, write_index
 from data_pipeline.shards import ShardWriter
 from data_pipeline.tokenizer import load_tokenizer
 from data_pipeline.tokenizer_folder import Normalisation
 from data_pipeline.wordpiece import WordPieceTokenizer
 from pretrain.config import TrainConfig
 from pretrain.run_data import RunData
+from pretrain.run_folder import open_run
 
 RULE = {"mask_prob": 0.15, "max_predictions": 4, "whole_word": False, "span_masking": False, "max_seq_length": 24}
 
@@ -51,18 +53,20 @@ def folder(tmp_path: Path, make_block: Callable[..., Block]) -> Path:
     return tmp_path
 
 
-def config_of(folder: Path) -> TrainConfig:
-    return TrainConfig.model_validate(
-        {
-            "seed": 3,
-            "data": {"dir": str(folder)},
-            "run": {"dir": str(folder / "run")},
-            "model": {"layers": 1, "hidden": 32, "heads": 2, "intermediate": 64},
-            "train": {"steps": 9, "global_batch": 28, "micro_batch": 28},
-            "optimizer": {"lr": 1e-3},
-            "validation": {"every": 0},
-        }
-    )
+def config_of(folder: Path, **changes: Any) -> TrainConfig:
+    """A configuration for data in `folder`; tables in `changes` are merged into it."""
+    tree: dict[str, Any] = {
+        "seed": 3,
+        "data": {"dir": str(folder)},
+        "run": {"dir": str(folder / "run")},
+        "model": {"layers": 1, "hidden": 32, "heads": 2, "intermediate": 64},
+        "train": {"steps": 9, "global_batch": 28, "micro_batch": 28},
+        "optimizer": {"lr": 1e-3},
+        "validation": {"every": 0},
+    }
+    for name, value in changes.items():
+        tree[name] = tree[name] | value if isinstance(value, dict) else value
+    return TrainConfig.model_validate(tree)
 
 
 def test_masks_are_drawn_at_load_time_others_each_epoch_and_the_same_after_a_resume(folder: Path) -> None:
@@ -100,3 +104,52 @@ def test_a_damaged_shard_is_found_at_start(folder: Path) -> None:
         path.write_bytes(bytes(content))
     with pytest.raises(ConfigError, match="its bytes are not those that were written"):
         RunData(config_of(folder)).verify_sample(World())
+
+
+def test_a_start_at_step_100_000_reads_only_what_its_steps_hold(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    read = ShardIndex.read_block
+    monkeypatch.setattr(ShardIndex, "read_block", lambda index, row: (reads.append(row), read(index, row))[1])
+    data = RunData(config_of(folder))
+    with data.loader(World(), {"seed": 3, "position": 100_000 * 28, "dataset_examples": 57}) as loader:
+        next(loader)
+        assert loader.position == 100_001 * 28
+    blocks = len(data.index.blocks)
+    assert 0 < len(reads) <= 8 * blocks  # of the step, and of those that the thread has prepared
+
+
+def test_examples_longer_than_the_position_table_are_refused(folder: Path) -> None:
+    short = config_of(folder, model={"max_positions": 16}, data={"max_seq_length": 16})
+    with pytest.raises(ConfigError, match=r"examples of up to 24 tokens do not fit model\.max_positions=16"):
+        RunData(short)
+
+
+def test_held_out_shards_must_be_there_and_of_the_same_tokenizer(
+    folder: Path, make_block: Callable[..., Block]
+) -> None:
+    with pytest.raises(ConfigError, match=r"no held-out shards, but validation\.every=5"):
+        RunData(config_of(folder, validation={"every": 5}))
+    write_unmasked(folder / "validation", make_block, "0" * 64)
+    with pytest.raises(ConfigError, match="made with another tokenizer than"):
+        RunData(config_of(folder))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"tokenizer": "u" * 64}, "fingerprint of the tokenizer: tttt"),
+        ({"data": "e" * 64}, "fingerprint of the data: dddd"),
+        ({"config": {"seed": 4}}, "seed: 3 -> 4"),
+        ({"config": {"model": {"layers": 2}}}, "model.layers: 1 -> 2"),
+    ],
+)
+def test_a_folder_continues_only_the_run_that_it_holds(tmp_path: Path, changed: dict[str, Any], words: str) -> None:
+    prints = {"tokenizer": "t" * 64, "data": "d" * 64}
+    begun = open_run(config_of(tmp_path), **prints)
+    other = config_of(tmp_path, **changed.pop("config", {}))
+    with pytest.raises(ConfigError) as refusal:
+        open_run(other, **prints | changed)
+    assert words in str(refusal.value) and "run.dir" in str(refusal.value)
+    gone_on = open_run(config_of(tmp_path, optimizer={"lr": 2e-3}), **prints)
+    assert gone_on.run_id == begun.run_id
+    assert gone_on.record["changes"] == ["optimizer.lr: 0.001 -> 0.002"]
