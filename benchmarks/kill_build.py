@@ -1,12 +1,13 @@
 """How many builds that were killed at a random moment and started again end with the bytes of an undisturbed one.
 
-Each round starts a build with two workers and another number of tasks, kills it (kill -9; four rounds only the main process,
-four rounds all processes, and so on) after a random time, and starts it again. The reference is built by one worker in one go.
-Every fourth round cleans the corpus as well: quality rules, exact and near duplicates, decontamination. The seed is fixed.
+Each round starts a build with two workers and another number of tasks, kills it (kill -9, only the main process or all of
+them) after a random time, and starts it again. The reference is built by one worker in one go.
+Every fourth round cleans the corpus as well: quality rules, exact and near duplicates, decontamination.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import random
@@ -19,7 +20,7 @@ import time
 from pathlib import Path
 
 from data_build import sentences
-from measure import ROOT, quick_argument, report
+from measure import ROOT, report
 
 SENTENCES_PER_DOCUMENT = 40
 
@@ -85,8 +86,13 @@ def killed_build(arguments: list[str], seconds: float, everything: bool) -> bool
 
 def main() -> None:
     """Kill, rebuild, compare."""
-    quick = quick_argument(__doc__.split("\n")[0]).quick
-    rounds, rng = 2 if quick else 20, random.Random(1)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="small sizes: proves that the script runs")
+    parser.add_argument("--rounds", type=int, help="kills; 20, or 2 with --quick")
+    parser.add_argument("--seed", type=int, default=1, help="of the moments")
+    options = parser.parse_args()
+    quick, rng = options.quick, random.Random(options.seed)
+    rounds = options.rounds or (2 if quick else 20)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         corpus = write_corpus(folder, 0.3 if quick else 2.0)
@@ -105,7 +111,7 @@ def main() -> None:
             data, cleaning = folder / f"round-{number}", number % 4 == 1
             arguments = command(corpus, data, 2, 5, cleaning)
             moment = rng.uniform(0.1, 1.0) * durations[cleaning]
-            while not killed_build(arguments, moment, everything=number // 4 % 2 == 1):
+            while not killed_build(arguments, moment, everything=rng.random() < 0.5):
                 shutil.rmtree(data)  # it was finished by then: a machine with less to do; once more, earlier
                 moment *= 0.7
             again = subprocess.run(arguments, check=False, cwd=ROOT, capture_output=True, text=True)
