@@ -11,22 +11,27 @@ from eval.model import TaskModel
 from eval.packing import build_batch, ranges, token_budget_batches
 from eval.problems import Problem
 
-TOKENS_PER_BATCH = 8192
-"""Ids of one evaluation batch on CPU and GPU alike; results do not depend on it beyond rounding."""
+TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 8192}
+"""Ids of one evaluation batch; results do not depend on it beyond rounding. On the CPU, tensors stay below the 32 MB
+from which the C library maps and clears fresh memory for each (measured with MiniLM: 17% faster than with 8192)."""
 
 
 @torch.inference_mode()
-def predict(model: TaskModel | FeatureModel, problem: Problem, *, tokens: int = TOKENS_PER_BATCH) -> np.ndarray:
+def predict(model: TaskModel | FeatureModel, problem: Problem, *, tokens: int | None = None) -> np.ndarray:
     """Logits of every row of the problem, in its order.
 
     Where a process group is up, each rank computes its share of the rows and all get the whole.
+
+    Args:
+        model, problem: that fit each other.
+        tokens: ids of one batch; None: as `TOKENS_PER_BATCH` has it.
 
     Returns:
         float32, (E, K), or (N, K) for a head on every token.
     """
     encoded = problem.encoded
     device = next(model.parameters()).device
-    batches = list(token_budget_batches(encoded.lengths, tokens))
+    batches = list(token_budget_batches(encoded.lengths, tokens or TOKENS_PER_BATCH.get(device.type, 8192)))
     grouped = dist.is_available() and dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
     was_training = model.training
