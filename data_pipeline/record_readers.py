@@ -34,10 +34,17 @@ _JOINED = re.compile(r" @([-,.])@ ")
 
 
 def divisible_records(source: str, file: InputFile) -> bool:
-    """Whether parts of a file can be read by several tasks: Parquet by its row groups, dumps by their pages."""
+    """Whether parts of a file can be read by several tasks: Parquet by its row groups, dumps by their pages, crawls by their
+    gzip members."""
     if file.limit is not None:
         return False
-    return file.compression in {"parquet": (None,), "mediawiki": (None, "bz2")}.get(source, ())
+    by_source: dict[str, tuple[str | None, ...]] = {
+        "parquet": (None,),
+        "mediawiki": (None, "bz2"),
+        "wet": ("gzip",),
+        "warc": ("gzip",),
+    }
+    return file.compression in by_source.get(source, ())
 
 
 def record_documents(corpus: CorpusConfig, part: FileRange, counts: Counter[str], errors: str) -> Iterator[Document]:
@@ -69,6 +76,11 @@ def _read(corpus: CorpusConfig, part: FileRange, counts: Counter[str], errors: s
 
         yield from dump_documents(part, counts)
         return
+    if corpus.source in ("wet", "warc"):
+        from data_pipeline.web_archive import warc_documents, wet_documents
+
+        yield from (wet_documents if corpus.source == "wet" else warc_documents)(part, counts)
+        return
     with open_bytes(part.file) as handle:
         if corpus.source == "parquet":
             rows = _parquet_rows(handle, part, corpus.text_key)
@@ -80,10 +92,6 @@ def _read(corpus: CorpusConfig, part: FileRange, counts: Counter[str], errors: s
 def _read_whole(
     corpus: CorpusConfig, file: InputFile, handle: IO[bytes], counts: Counter[str], errors: str
 ) -> Iterator[Document]:
-    if corpus.source in ("wet", "warc"):
-        from data_pipeline.web_archive import warc_documents, wet_documents
-
-        return (wet_documents if corpus.source == "wet" else warc_documents)(handle, file, counts)
     # A byte order mark is no text.
     encoding = "utf-8-sig" if codecs.lookup(corpus.encoding).name == "utf-8" else corpus.encoding
     if corpus.source == "csv":

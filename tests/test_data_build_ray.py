@@ -62,9 +62,3 @@ def test_ray_makes_the_bytes_of_a_local_build(tmp_path: Path) -> None:
     assert failed.returncode == 2
     assert "1 of 3 tasks did not complete on Ray" in failed.stderr, failed.stderr
     assert failed.stderr.count("\n") < 5  # no log of the library on top of it
-
-
-@pytest.mark.skipif(RAY, reason="Ray is installed")
-def test_without_ray_the_message_says_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config", str(write_config(tmp_path)), "--set", "data.executor=ray"]) == 2
-    assert "pip install 'ray>=2.10'" in capsys.readouterr().err

@@ -1,13 +1,16 @@
-"""One file, many tasks: parts of dumps and Parquet files together give what the whole file gives."""
+"""One file, many tasks: parts of dumps, crawls and Parquet files together give what the whole file gives."""
 
 from __future__ import annotations
 
 import bz2
+import gzip
 import itertools
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,6 +23,7 @@ from data_pipeline.mediawiki import dump_documents
 from data_pipeline.plan import print_plan
 from data_pipeline.progress import BuildProgress
 from data_pipeline.readers import find_inputs, read_documents
+from data_pipeline.web_archive import warc_documents, wet_documents
 from data_pipeline.wikitext import (
     _BLANK,
     _DROPPED_TAG,
@@ -124,6 +128,48 @@ def test_damaged_dumps_are_refused(tmp_path: Path) -> None:
     path.write_bytes(b"<html><page>no</page></html>")
     with pytest.raises(CorpusError, match="expected <mediawiki>"):
         read(parts_of(path, [0]))
+
+
+def crawl(kind: str, pages: int) -> list[bytes]:
+    """The records of a crawl, each in gzip; every third page is long and does not compress."""
+    rng = np.random.default_rng(0)
+    members = []
+    for number in range(pages):
+        words = " ".join(map(str, rng.integers(0, 10**9, 2000 if number % 3 == 0 else 30)))
+        body = f"Page {number} says: {words}".encode()
+        if kind == "response":
+            body = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n<html><body><p>" + body + b"</p></body></html>"
+        head = (
+            f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Record-ID: <urn:uuid:{number:032x}>\r\nWARC-Target-URI: http://x.org/{number}"
+            f"\r\nContent-Type: {'application/http; msgtype=response' if kind == 'response' else 'text/plain'}\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        members.append(gzip.compress(head.encode() + body + b"\r\n\r\n"))
+    return members
+
+
+@pytest.mark.parametrize(("kind", "documents_of"), [("conversion", wet_documents), ("response", warc_documents)])
+def test_parts_of_a_crawl_give_every_record_once(tmp_path: Path, kind: str, documents_of: Callable) -> None:
+    """Members of gzip, also around the magic bytes inside a member, a part without a member, and a cut file."""
+    members = crawl(kind, 40)
+    path = tmp_path / "c.gz"
+    path.write_bytes(b"".join(members))
+    starts = [0, *itertools.accumulate(map(len, members))]
+
+    def parts(edges: list[int]) -> list[list[str]]:
+        found = [list(documents_of(part, Counter())) for part in parts_of(path, edges)]
+        return [[f"{d.id} {d.text}" for d in part] for part in found]
+
+    (whole,) = parts([0])
+    assert len(whole) == 40 and whole[7].startswith(f"c.gz:urn:uuid:{7:032x} Page 7 says: ")
+    for edges in ([0, starts[3], starts[3] + 1, starts[20] - 1], [0, 5, starts[1] + 3, starts[1] + 9, starts[30] - 10]):
+        divided = parts(edges)
+        assert list(itertools.chain(*divided)) == whole
+    assert list(map(len, parts([0, starts[3], starts[3] + 1, starts[20]]))) == [3, 1, 16, 20]
+    assert list(map(len, parts([0, starts[39] + 1]))) == [40, 0]
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(CorpusError, match=r"c\.gz: .*(damaged|truncated|cut off)"):
+        parts([0, starts[20]])
 
 
 def test_tasks_share_one_file(
