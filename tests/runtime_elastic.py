@@ -15,7 +15,7 @@ from runtime_common import STAGES, StopAt, make_config, records, weights_of, zer
 from cluster.world import World
 from data_pipeline.config import ConfigError
 from pretrain import collectives, engine
-from pretrain.checkpoint import list_steps, read_state, step_of
+from pretrain.checkpoint import CheckpointError, list_steps, read_state, step_of
 from pretrain.config import TrainConfig
 from pretrain.run_data import RunData
 from pretrain.snapshot import why_not
@@ -170,6 +170,14 @@ def agreement(world: World, data: Path, out: Path) -> dict[str, Any]:
     found = collectives.gather_objects(results.get("differing"))
     results["same_everywhere"] = found[0] is not None and len(set(found)) == 1
     results["nothing_written"] = not (out / "differing").exists()
+    usage = shutil.disk_usage
+    shutil.disk_usage = lambda path: usage(path)._replace(free=1000)  # type: ignore[assignment]
+    opened = RunData(make_config(data, out / "no-room"))
+    try:
+        train(opened.model_config(), world, opened, StopRequest())
+    except CheckpointError as error:
+        results["no_room"] = str(error)
+    shutil.disk_usage = usage
     config = make_config(data, out / "budget", checkpoint={"every": 100})
     opened = RunData(config)
     results["budget"] = train(opened.model_config(), world, opened, StopRequest(1e-9 if world.rank == 1 else 0.0))

@@ -257,6 +257,11 @@ def test_r41_a_rank_with_other_settings_is_named_before_training(results: dict[s
     assert found["same_everywhere"] and found["nothing_written"]
 
 
+def test_too_small_a_disk_is_refused_before_training(results: dict[str, Any]) -> None:
+    assert "4 checkpoints of " in results["agreement"]["no_room"]  # two that stay, the best, one that is being written
+    assert "0.00 GiB are free" in results["agreement"]["no_room"]
+
+
 def test_the_rate_follows_rank_0s_clock_also_after_a_resume_until_the_budget_is_used(results: dict[str, Any]) -> None:
     """Nine seconds, one a step, a third of them warm-up; the rate of a step follows the clock before the step before it."""
     rates = [1e-2 * rate for rate in (0, 1 / 3, 2 / 3, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6)]
