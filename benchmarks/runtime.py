@@ -117,11 +117,11 @@ def save_stall_seconds(folder: Path, world: World, background: bool, quick: bool
     Medians over the saves of a run, without the first, which has to find its memory, and the last, which is waited for. A
     save that is not through when the next begins would be waited for as well, and counted.
     """
-    every, saves = 4, 4 if quick else 9  # three stages, each agreed on after a step
+    every, saves = (4, 4) if quick else (6, 6)  # three stages, each agreed on after a step
     tree = make_config(folder, folder / f"saves-{background}", every * saves).as_tree()
-    tree["model"] |= {"layers": 2 if quick else 4, "hidden": 512, "heads": 8, "intermediate": 2048}
+    tree["model"] |= {"layers": 2 if quick else 4, "hidden": 768, "heads": 12, "intermediate": 3072}
     tree["checkpoint"] |= {"every": every, "keep": 2, "asynchronous": background}
-    tree["train"] |= {"log_every": 1} | ({"global_batch": 8, "micro_batch": 8} if quick else {})
+    tree["train"] |= {"log_every": 1, "global_batch": 16, "micro_batch": 16}
     data = RunData(config := TrainConfig.model_validate(tree))
     seconds: list[float] = []
 
