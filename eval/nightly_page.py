@@ -56,6 +56,8 @@ def table_of(night: Night, nights: Sequence[Night], *, fresh: bool) -> dict[str,
         f"Step {night.step}, {night.time} UTC ({when}); held-out MLM loss {shown(loss)}, perplexity {shown(perplexity, 2)}."
     )
     notes.append(f"Registered as version {night.version}." if night.version else "Not registered in MLflow.")
+    if any(verdict.regression for verdict in verdicts):
+        notes.append("▼: worse than the night before beyond the noise of seeds.")
     means = [verdict.score.mean for verdict in verdicts if verdict.score.headline]
     mean, left_out = finite_mean(means), [v.score.label for v in verdicts if v.score.headline and not _finite(v.score)]
     if mean is not None:
@@ -89,13 +91,13 @@ def _row(verdict: Verdict) -> list[str]:
     if _finite(score) and before is not None and _finite(before):
         change = f"{100 * ((score.mean or 0) - (before.mean or 0)):+.2f}"
     if verdict.regression:
-        change += " ▼ regression"
+        change += " ▼"
     if best is None:
         record = "–"
     elif _finite(score) and (score.mean or 0) > best[0]:
-        record = f"{percent(best[0])} at step {best[1]}, beaten"
+        record = f"{percent(best[0])} (step {best[1]}), beaten"
     else:
-        record = f"{percent(best[0])} at step {best[1]}"
+        record = f"{percent(best[0])} (step {best[1]})"
     return [
         score.label,
         score.split,

@@ -74,8 +74,8 @@ def test_r29_scores_that_are_not_finite_are_shown_left_out_and_never_best(tmp_pa
     assert read_nights(tmp_path) == nights
     table = table_of(nights[2], nights, fresh=True)
     first, second = table["rows"]
-    assert first[3:9] == ["55.00", "1.00", "2 of 3", "undefined", "–", "60.00 at step 1"]
-    assert second[3] == "undefined" and second[8] == "50.00 at step 1" and "regression" in second[7]
+    assert first[3:9] == ["55.00", "1.00", "2 of 3", "undefined", "–", "60.00 (step 1)"]
+    assert second[3] == "undefined" and second[8] == "50.00 (step 1)" and "▼" in second[7]
     assert "Mean of 1 headline scores: 55.00; left out, without a score: WNLI." in table["notes"]
 
 
@@ -159,7 +159,7 @@ def test_two_nights_of_a_run(
     said = capsys.readouterr().err
     assert "eval.nightly: demo step 20: RTE dev accuracy:" in said and "below the night before" in said
     text = (output / "report.md").read_text()
-    assert "▼ regression" in text and "at step 10" in text and "- demo step 20: RTE" in text
+    assert "▼" in text and "(step 10)" in text and "- demo step 20: RTE" in text
     assert (output / "index.html").read_text().count("<svg") == 1 + 1  # scores over steps; the loss
     assert [night.step for night in read_nights(output)] == [10, 20]
 
