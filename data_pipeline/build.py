@@ -50,7 +50,7 @@ from data_pipeline.tokenize_stage import TokenizeStep, open_tokenizer, task_path
 from data_pipeline.tokenizer import Tokenizer, TokenizerError, import_tokenizer, load_tokenizer
 from data_pipeline.tokenizer_folder import DESCRIPTOR
 from data_pipeline.vocabulary import train_vocabulary
-from data_pipeline.word_segmenter import segmenter_version
+from data_pipeline.word_segmenter import WordSegmenter, segmenter_version
 
 USER_ERRORS = (
     ConfigError,
@@ -98,6 +98,8 @@ class Build:
             self.inputs = self._inputs()
             self.dropped = self._clean()
             tokenizer = self._tokenizer()
+            if self.config.data.segmenter:
+                WordSegmenter(tokenizer)  # refuses a vocabulary that it cannot work with
             files = self._tokenize(tokenizer)
             self.progress.line(f"corpus: {corpus_summary(self._corpus_counts(files))}")
             buckets = self._buckets(files)

@@ -21,8 +21,8 @@ from data_pipeline.records import Document
 from data_pipeline.sentences import split_sentences
 from data_pipeline.shard_index import ShardIndex
 from data_pipeline.tokenize_stage import tokenize_batch
-from data_pipeline.tokenizer import Tokenizer, TokenizerError, import_tokenizer
-from data_pipeline.word_segmenter import WordSegmenter, _jieba
+from data_pipeline.tokenizer import Tokenizer, import_tokenizer
+from data_pipeline.word_segmenter import _jieba
 
 JIEBA = importlib.util.find_spec("jieba") is not None
 needs_jieba = pytest.mark.skipif(not JIEBA, reason="jieba is not installed: pip install -e '.[chinese]'")
@@ -137,7 +137,9 @@ def test_boundaries_of_real_text(articles: list[str], tokenizer: Tokenizer) -> N
 
 
 @needs_jieba
-def test_a_build_with_words(articles: list[str], shared_data: Path, tmp_path: Path) -> None:
+def test_a_build_with_words(
+    articles: list[str], shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = "\n\n".join(article.replace("\n\n", "\n") for article in articles[:6]) + "\n"
     vocabulary = shared_data / "vocab/bert-base-chinese-vocab.txt"
     shards = {}
@@ -151,7 +153,7 @@ def test_a_build_with_words(articles: list[str], shared_data: Path, tmp_path: Pa
         assert index.info.settings["segmenter"].split(" ")[0] == segmenter
         shards[segmenter] = index.shards[0].sha256
     assert shards[""] != shards["jieba"]
-    with pytest.raises(TokenizerError, match="tokens of whole characters"):
-        path = tmp_path / "merges.txt"
-        path.write_bytes((shared_data / "vocab/gpt2-roberta-merges.txt").read_bytes())
-        WordSegmenter(import_tokenizer(path, TokenizerConfig()))
+    (tmp_path / "merges.txt").write_bytes((shared_data / "vocab/gpt2-roberta-merges.txt").read_bytes())
+    config = write_config(tmp_path / "bytes", tmp_path / "merges.txt", text, segmenter="jieba", whole_word=True)
+    assert main(["--config", str(config)]) == 2
+    assert "tokens of whole characters" in capsys.readouterr().err and not (tmp_path / "bytes/data/tokens").exists()
