@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from data_pipeline.artefacts import write_text
 
@@ -144,6 +144,9 @@ class MlflowForwarder(threading.Thread):
         on_run_id: called once, from this thread, with the run's id.
     """
 
+    _newest: ClassVar[dict[Path, MlflowForwarder]] = {}
+    """Of each run folder, so that two never send the same lines, nor make two runs of one."""
+
     def __init__(
         self,
         run_dir: Path,
@@ -163,12 +166,12 @@ class MlflowForwarder(threading.Thread):
         self._config, self._tags, self._on_run_id = config, dict(tags or {}), on_run_id
         self._wake, self._closing = threading.Event(), threading.Event()
         self._status = "FINISHED"
-        self._dataset = dataset
-        known = _read_position(run_dir)
-        size = self._metrics.stat().st_size if self._metrics.exists() else 0
-        # A file that was cut back to a checkpoint's step is shorter than what was sent; it grows again from here.
-        self._position = _Position(run_id or known.run_id, min(known.offset, size))
+        self._dataset, self._run_id = dataset, run_id
+        self._size_at_start, self._end = self._size(), math.inf
         self._client: Any = None
+        self._before = self._newest.get(run_dir.resolve())
+        self._newest[run_dir.resolve()] = self
+        self._succeeded = threading.Event()
         self.problem = ""
         """The last error of the store; empty while all is well."""
 
@@ -186,7 +189,7 @@ class MlflowForwarder(threading.Thread):
         Returns:
             Whether the store has everything; what it lacks is sent by the next start of the job.
         """
-        self._status = status
+        self._status, self._end = status, self._size()
         self._closing.set()
         self._wake.set()
         self.join(timeout)
@@ -194,8 +197,14 @@ class MlflowForwarder(threading.Thread):
 
     def run(self) -> None:
         """Connect, then follow the file; after an error wait and try again from the last position."""
+        if self._before is not None and self._before.is_alive():
+            self._before._succeeded.set()  # of the phase before, which may still be trying: what it lacks is sent here
+            self._before.join()
+        known = _read_position(self._dir)
+        # A file that was cut back to a checkpoint's step was shorter than what was sent; it has grown again since then.
+        self._position = _Position(self._run_id or known.run_id, min(known.offset, self._size_at_start))
         failures = 0
-        while True:
+        while not self._succeeded.is_set():
             closing = self._closing.is_set()
             try:
                 if self._client is None:
@@ -213,7 +222,7 @@ class MlflowForwarder(threading.Thread):
                 delay = _RETRY_SECONDS[min(failures, len(_RETRY_SECONDS) - 1)]
                 failures += 1
                 # While closing, a store that is still down is tried again at once a second until the join gives up.
-                time.sleep(1.0) if closing else self._closing.wait(delay)
+                self._succeeded.wait(1.0) if closing else self._closing.wait(delay)
 
     def _connect(self) -> None:
         client = open_client(self._uri)
@@ -254,19 +263,22 @@ class MlflowForwarder(threading.Thread):
     def _send_new(self) -> None:
         from mlflow.entities import Metric
 
-        if not self._metrics.exists():
+        size, offset = min(self._size(), self._end), self._position.offset
+        if size <= offset:
             return
-        size = self._metrics.stat().st_size
-        offset = self._position.offset
         with open(self._metrics, "rb") as handle:
             handle.seek(offset)
-            data = handle.read(size - offset)
+            data = handle.read(int(size - offset))
         whole = data[: data.rfind(b"\n") + 1]
         metrics = [Metric(*row) for line in whole.splitlines() for row in _metric_rows(json.loads(line))]
         for at in range(0, len(metrics), _METRICS_A_CALL):
             self._client.log_batch(self._position.run_id, metrics=metrics[at : at + _METRICS_A_CALL])
         if whole:
             self._keep(_Position(self._position.run_id, offset + len(whole)))
+
+    def _size(self) -> int:
+        """Bytes of metrics.jsonl."""
+        return self._metrics.stat().st_size if self._metrics.exists() else 0
 
     def _keep(self, position: _Position) -> None:
         self._position = position

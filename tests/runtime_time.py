@@ -26,6 +26,7 @@ from pretrain.meter import Meter
 from pretrain.parameter_groups import parameter_groups
 from pretrain.run import _finished
 from pretrain.run_data import RunData
+from pretrain.run_tracking import send_rest
 from pretrain.stops import StopRequest
 from pretrain.stopwatch import Stopwatch, TrainingClock
 from pretrain.telemetry import Peak
@@ -181,3 +182,37 @@ def validated(world: World, data: Path, out: Path) -> dict[str, Any]:
             "seen": [len(seen), len(set(seen))],
         }
     return results
+
+
+def tracked(world: World, data: Path, out: Path) -> dict[str, Any]:
+    """R30: one job of several ranks on an empty store; what the store has afterwards."""
+    store = f"sqlite:///{out / 'mlflow.db'}"
+    config = make_config(
+        data,
+        out / "tracked",
+        model={"layers": 1},
+        train={"steps": 2, "micro_batch": 1},
+        schedule={"warmup_steps": 1},
+        validation={"every": 2},
+        tracking={"enabled": True, "uri": store, "experiment": "ranks"},
+    )
+    opened = RunData(config)
+    train(opened.model_config(), world, opened, StopRequest())
+    if world.rank:
+        return {}
+    import mlflow
+
+    for _ in range(10):  # a slow machine may need more time than the end of a job leaves
+        if not send_rest(config):
+            break
+    client = mlflow.MlflowClient(tracking_uri=store)
+    experiments = client.search_experiments()
+    runs = client.search_runs([experiment.experiment_id for experiment in experiments])
+    return {
+        "metrics": [run.data.metrics for run in runs],
+        "params": [run.data.params for run in runs],
+        "tags": [run.data.tags for run in runs],
+        "datasets": [entry.dataset.digest for run in runs for entry in run.inputs.dataset_inputs],
+        "artifacts": [entry.path for run in runs for entry in client.list_artifacts(run.info.run_id)],
+        "record": json.loads((out / "tracked" / "run.json").read_text()),
+    }

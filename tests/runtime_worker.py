@@ -30,7 +30,7 @@ from runtime_common import STAGES, StopAt, make_config, records, weights_of, zer
 from runtime_elastic import agreement, elastic, halves, hung, phased, spiked
 from runtime_faults import faults, overflow
 from runtime_saving import asynchronous, refusing_disk, signalled_save
-from runtime_time import second_config, straggling, timed, validated
+from runtime_time import second_config, straggling, timed, tracked, validated
 from torch import nn
 
 from cluster.world import World, current_world
@@ -231,6 +231,7 @@ SCENARIOS = {
         straggling,
         second_config,
         validated,
+        tracked,
     )
 }
 

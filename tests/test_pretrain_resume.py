@@ -38,7 +38,7 @@ PLANS = {
     "one-rank": "1:worked_example,equals_plain_torch,halves,phased,second_config,validated,spiked",
     "two-ranks": "2:worked_example,equals_plain_torch,resumed,overflow,faults,elastic,halves,agreement,timed,straggling,validated,"
     "asynchronous,refusing_disk,signalled_save",
-    "four-ranks": "4:elastic",
+    "four-ranks": "4:elastic,tracked",
     "hung": "2:hung:fails",
 }
 
@@ -274,6 +274,16 @@ def test_the_rate_follows_rank_0s_clock_also_after_a_resume_until_the_budget_is_
     for run in (straight, stopped):
         assert run["saved"] == [9, 9.0] and run["finished"]
         assert set(run["slowest"]) <= {0, 1}
+
+
+def test_r30_four_ranks_of_one_job_make_one_tracked_run(launches: dict[str, dict[str, Any]]) -> None:
+    found = launches["four-ranks"]["tracked"]
+    (metrics,), (params,), (tags,), record = found["metrics"], found["params"], found["tags"], found["record"]
+    assert {"train/loss", "train/lr", "train/straggler_rank", "train/step_seconds_max"} <= metrics.keys()
+    assert {"validation/mlm_loss", "system/cpu_utilization_percentage"} <= metrics.keys()
+    assert params["optimizer.lr"] == "0.01" and tags["clozeworks.git"] == record["git"]
+    assert tags["clozeworks.version.torch"] == record["versions"]["torch"] and tags["clozeworks.platform"]
+    assert found["datasets"] == [record["data"][:36]] and found["artifacts"] == ["config.json"]
 
 
 @pytest.mark.parametrize("stage", ["1", "3"])

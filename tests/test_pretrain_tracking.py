@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -22,6 +23,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pretrain import tracking
 from pretrain.config import TrainConfig
 from pretrain.run_tracking import send_rest
 from pretrain.system_metrics import SystemMetrics
@@ -196,7 +198,7 @@ def test_r28_r29_r30_a_run_reaches_the_store_whole_and_a_resumed_one_continues_i
     assert {stored_name("train/f1@0.5"), stored_name("train/x%"), stored_name("train//abs")} <= data.metrics.keys()
     stored = Path(client.download_artifacts(info.run_id, "config.json", str(tmp_path))).read_text()
     assert json.loads(stored) == {"seed": 1, "added": 2}
-    assert len(data.tags["config_sha256"]) == 64
+    assert data.tags["config_sha256"] == hashlib.sha256(stored.encode()).hexdigest()
     (used,) = found.inputs.dataset_inputs
     assert used.dataset.name == "runs/demo/data" and used.dataset.digest == "f" * 36
 
@@ -325,6 +327,36 @@ def test_what_a_finished_run_owes_is_sent_by_the_same_command(store: str, tmp_pa
     assert found.data.tags["clozeworks.version.torch"] == "2.0"
     assert found.inputs.dataset_inputs[0].dataset.digest == "data"
     assert send_rest(config) == ""
+
+
+@pytest.mark.slow
+def test_r30_the_next_phase_waits_for_what_the_last_one_still_sends(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is away at the end of a phase and at the beginning of the next, in one process; then it comes back."""
+    opened, back = tracking.open_client, threading.Event()
+
+    def open_later(uri: str) -> Any:
+        if not back.is_set():
+            raise OSError("away")
+        return opened(uri)
+
+    monkeypatch.setattr(tracking, "open_client", open_later)
+    monkeypatch.setattr(tracking, "_RETRY_SECONDS", (0.1,))
+    run = tmp_path / "run"
+    run.mkdir()
+    line = {"kind": "train", "time": 5.0, "loss": 1.0}
+    (run / "metrics.jsonl").write_text(to_json({**line, "step": 1}) + "\n")
+    first = forward(run, store)
+    assert not first.close("RUNNING", timeout=0.1)
+    second = forward(run, store)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(to_json({**line, "step": 2}) + "\n")
+    back.set()
+    assert second.close(timeout=200), second.problem
+    (found,) = runs_of(store, tmp_path.name)
+    history = mlflow.MlflowClient(tracking_uri=store).get_metric_history(found.info.run_id, "train/loss")
+    assert [metric.step for metric in history] == [1, 2] and found.info.status == "FINISHED"
 
 
 def run_config(folder: Path, store: str) -> TrainConfig:
