@@ -52,28 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--download", action="store_true", help="fetch files that --data lacks through the datasets library first"
     )
     parser.add_argument("--output", required=True, type=Path, help="folder for results; finished ones are kept")
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each task, with seeds 0, 1, ... (default 1)")
-    parser.add_argument("--first-seed", type=int, default=0, help="count seeds from here (default 0)")
-    parser.add_argument("--max-train-examples", type=int, default=0, help="train on this many only; 0: all")
-    parser.add_argument("--epochs", type=int, help="instead of the task's recipe")
-    parser.add_argument("--batch-size", type=int, help="instead of the task's recipe")
-    parser.add_argument("--learning-rate", type=float, help="instead of the task's recipe")
-    parser.add_argument("--max-length", type=int, help="tokens per example, instead of the task's recipe")
-    parser.add_argument("--stride", type=int, help="tokens that two windows of a SQuAD context share (default 128)")
-    parser.add_argument(
-        "--grid",
-        nargs="*",
-        metavar="KEY=V,V",
-        help="try settings of the recipe in all combinations; without any: the learning rates that the task's row names. "
-        "The best on dev is marked as such",
-    )
-    parser.add_argument(
-        "--start-task", default="", help="fine-tune on this task first (MNLI) and start the others from there"
-    )
-    parser.add_argument(
-        "--bilstm", type=int, default=0, help="layers of a new BiLSTM on top of the encoder (default 0)"
-    )
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder of a checkpoint (default: that of its run)")
+    _add_experiment_arguments(parser)
     parser.add_argument(
         "--predictions", action="store_true", help="write prediction files too: GLUE's test sets, SQuAD's answers"
     )
@@ -98,6 +77,32 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dry-run", action="store_true", help="read the data, say what would run, train nothing")
     return parser
+
+
+def _add_experiment_arguments(parser: argparse.ArgumentParser) -> None:
+    """What decides the scores, beside model and tasks."""
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each task, with seeds 0, 1, ... (default 1)")
+    parser.add_argument("--first-seed", type=int, default=0, help="count seeds from here (default 0)")
+    parser.add_argument("--max-train-examples", type=int, default=0, help="train on this many only; 0: all")
+    parser.add_argument("--epochs", type=int, help="instead of the task's recipe")
+    parser.add_argument("--batch-size", type=int, help="instead of the task's recipe")
+    parser.add_argument("--learning-rate", type=float, help="instead of the task's recipe")
+    parser.add_argument("--max-length", type=int, help="tokens per example, instead of the task's recipe")
+    parser.add_argument("--stride", type=int, help="tokens that two windows of a SQuAD context share (default 128)")
+    parser.add_argument(
+        "--grid",
+        nargs="*",
+        metavar="KEY=V,V",
+        help="try settings of the recipe in all combinations; without any: the learning rates that the task's row names. "
+        "The best on dev is marked as such",
+    )
+    parser.add_argument(
+        "--start-task", default="", help="fine-tune on this task first (MNLI) and start the others from there"
+    )
+    parser.add_argument(
+        "--bilstm", type=int, default=0, help="layers of a new BiLSTM on top of the encoder (default 0)"
+    )
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder of a checkpoint (default: that of its run)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
