@@ -1,17 +1,18 @@
-"""One rank of the LAMB test: trains a small model under DeepSpeed and writes the weights that came out.
+"""The ranks of the LAMB test: train a small model under DeepSpeed and write the weights that came out.
 
-Run by tests/test_pretrain_lamb_zero.py with RANK, LOCAL_RANK and WORLD_SIZE set: `lamb_worker.py FOLDER`. The model, its
-data and the options are here too, so that the test builds its reference from the same ones; importing this file does not
-import DeepSpeed.
+Run by tests/test_pretrain_lamb_zero.py: `lamb_worker.py FOLDER`; forks two ranks and then one from a process that has imported
+DeepSpeed. The model, its data and the options are here too, so that the test builds its reference from the same ones; importing
+this file does not import DeepSpeed.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -73,13 +74,38 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main(folder: Path) -> None:
-    """All cases of one world size."""
+    """Two ranks, then one, which continues a checkpoint of theirs."""
     import deepspeed
     import deepspeed.ops
+    import torch._dynamo
+    import torch._inductor.compile_fx  # noqa: F401 - both: what every rank would import anew
 
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for a minute
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, unused: the ranks meet through a file
+    for size in (2, 1):
+        ranks = [os.fork() or be_rank(deepspeed, folder, rank, size) for rank in range(size)]
+        codes = [os.waitpid(pid, 0)[1] for pid in ranks]
+        if any(codes):
+            sys.exit(f"a rank of {size} failed")
+
+
+def be_rank(deepspeed: Any, folder: Path, rank: int, size: int) -> NoReturn:
+    """A forked process: never returns."""
+    code = 1
+    try:
+        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": 1}
+        # An address is asked for and not used: the ranks meet through a file.
+        os.environ.update({key: str(value) for key, value in world.items()}, MASTER_ADDR="127.0.0.1")
+        all_cases(deepspeed, folder, rank, size)
+        code = 0
+    except BaseException:  # noqa: BLE001 - the test shows it
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def all_cases(deepspeed: Any, folder: Path, rank: int, size: int) -> None:
+    """All cases of one world size."""
     deepspeed.init_distributed(
         "gloo", verbose=False, init_method=f"file://{folder / f'rendezvous-{size}'}", rank=rank, world_size=size
     )
