@@ -105,7 +105,7 @@ def _read_whole(
 
 
 def _one_document(text: str, file: InputFile, counts: Counter[str]) -> Iterator[Document]:
-    text = without_gutenberg_frame(text, counts)
+    text = without_gutenberg_frame(text.removeprefix("\ufeff"), counts)  # "utf-16-le" and its kin keep the mark
     if text.strip():
         yield Document(text=text, id=f"{file.name}:0")
     else:

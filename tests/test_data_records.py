@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -43,6 +44,32 @@ def test_a_latin1_book(shared_data):
     assert counts["undecodable_bytes"] == wrong.text.count("\ufffd") > 2000
     with pytest.raises(CorpusError, match=r"22367.*not utf-8.*corpus\.encoding"):
         read(path, "file", encoding_errors="strict")
+
+
+ENCODINGS = {
+    "Greek_Ellinika-Greek": ("iso8859-7", "άνθρωπο", 0),
+    "Hebrew_Ivrit-Hebrew": ("cp1255", "זכויות", 0),
+    "Arabic_Alarabia-Arabic": ("cp1256", "حقوق", 0),
+    "Turkish_Turkce-Turkish": ("iso8859-9", "İnsan", 0),
+    "Lithuanian_Lietuviskai-Baltic": ("iso8859-4", "žmogaus", 0),
+    "Hungarian_Magyar-Unicode": ("utf-16-le", "Az Emberi Jogok Egyetemes", 1),
+    "Japanese_Nihongo-SJIS": ("shift_jis", "人権", 0),
+    "Japanese_Nihongo-JIS": ("iso2022_jp", "人権", 1),
+    "Japanese_Nihongo-EUC": ("euc_jp", "人権", 0),
+    "Chinese_Mandarin-GB2312": ("gb2312", "人权", 0),
+    "Chinese_Mandarin-HZ": ("hz", "人权", 0),
+}
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_encodings_of_the_declaration_of_human_rights(shared_data, tmp_path, name):
+    """Each names its encoding; some are cut inside a character."""
+    encoding, word, cut = ENCODINGS[name]
+    with zipfile.ZipFile(shared_data / "text/multilingual/nltk-udhr.zip") as archive:
+        (tmp_path / "text").write_bytes(archive.read(f"udhr/{name}"))
+    counts: Counter[str] = Counter()
+    (document,) = read(tmp_path / "text", "file", counts, encoding=encoding)
+    assert word in document.text and counts["undecodable_bytes"] == cut and "\ufeff" not in document.text
 
 
 def test_one_document_a_file(tmp_path):
