@@ -130,7 +130,7 @@ def run_on_ray(
         BuildError: Ray is not installed, or tasks failed.
     """
     if importlib.util.find_spec("ray") is None:
-        raise BuildError("data.executor = 'ray' needs the ray package in this environment: pip install 'ray>=2.10'")
+        raise BuildError("data.executor = 'ray' needs the ray package in this environment: pip install 'ray>=2.60'")
     import ray
     from datatrove.executor.ray import RayPipelineExecutor
 
