@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretrain.config import ScheduleConfig
+from pretrain.config import ScheduleConfig, TrainConfig
+from pretrain.phases import phases_of
 from pretrain.schedule import learning_rate, rate_in_time
 
 
@@ -101,6 +103,50 @@ def test_keys_that_the_shape_does_not_read_are_refused(settings: dict[str, objec
 
 def test_without_warm_up_the_first_step_has_the_peak() -> None:
     assert rates(4, shape="linear") == pytest.approx([1, 3 / 4, 2 / 4, 1 / 4])
+
+
+# The documentation's formulas once more, for W = 7 warm-up steps, T = 40 steps, f = 0.1, D = 6.
+W, T, D = 7, 40, 6
+FORMULAS: dict[str, tuple[dict[str, object], Callable[[int], float]]] = {
+    "linear": ({}, lambda n: 1 - (n - W) / (T + 1 - W)),
+    "linear from the start": ({"decay_from": "start"}, lambda n: 1 - n / (T + 1)),
+    "polynomial": ({"power": 0.5}, lambda n: (1 - (n - W) / (T + 1 - W)) ** 0.5),
+    "cosine": ({}, lambda n: (1 + math.cos(math.pi * (n - W) / (T + 1 - W))) / 2),
+    "constant": ({}, lambda n: 1.0),
+    "exponential": ({"decay_rate": 0.9, "decay_steps": D}, lambda n: 0.9 ** ((n - W) / D)),
+    "exponential in steps": (
+        {"decay_rate": 0.9, "decay_steps": D, "staircase": True},
+        lambda n: 0.9 ** ((n - W) // D),
+    ),
+    "warmup_stable_decay": (
+        {"decay_steps": D, "power": 2.0},
+        lambda n: (1 - max(n - T + D, 0) / (D + 1)) ** 2,
+    ),
+    "warmup_stable_decay by a root": (
+        {"decay_steps": D, "decay_shape": "sqrt"},
+        lambda n: 1 - math.sqrt(max(n - T + D, 0) / (D + 1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_r24_r25_every_step_has_the_documented_rate_in_whatever_place_a_run_starts(name: str) -> None:
+    """Ten steps of the run before were skipped, some of them in a phase before this one, which began after step 100."""
+    more, formula = FORMULAS[name]
+    schedule = {"shape": name.split()[0], "warmup_steps": W, "final_ratio": 0.1, **more}
+    expected = [n / W if n <= W else 0.1 + 0.9 * formula(n) for n in range(1, T + 1)]
+    assert rates(T, **schedule) == pytest.approx(expected, rel=1e-13)
+    tree = {
+        "data": {"dir": "d"}, "run": {"dir": "r"}, "model": {"layers": 1}, "optimizer": {"lr": 1.0},
+        "train": {"steps": 100 + T + 6, "global_batch": 1, "micro_batch": 1},
+        "phases": [{"steps": 100}, {"steps": T + 6, "schedule": schedule}],
+    }  # fmt: skip
+    whole = {**tree, "phases": [], "train": {**tree["train"], "steps": T}, "schedule": schedule}
+    (one,) = phases_of(TrainConfig.model_validate(whole))
+    assert [one.rate(n + 10, skipped=10, skipped_before=0) for n in range(1, T + 1)] == rates(T, **schedule)
+    _, second = phases_of(TrainConfig.model_validate(tree))
+    found = [second.rate(100 + n + 6, skipped=10, skipped_before=4) for n in range(1, T + 1)]
+    assert found == rates(T + 6, **schedule)[:T]
 
 
 SHAPES = ["linear", "polynomial", "cosine", "constant", "exponential", "warmup_stable_decay"]
