@@ -291,7 +291,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument(
-        "--length", type=int, default=0, help="real tokens of an average example (default: max_seq_length)"
+        "--length",
+        type=int,
+        nargs="+",
+        default=[],
+        help="real tokens of an average example (default: max_seq_length); where phases differ, one for each of them",
     )
     parser.add_argument(
         "--mfu", type=float, default=0, help="share of the peak reached (default: seen in published runs)"
@@ -313,25 +317,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if missing:
             raise PlanError(f"{options.config}: key train.{missing[0]} is missing")
         shape = shape_of(tree, options.config.parent / "models")
-        run = Run(
+        runs = runs_of(tree, options, device)
+    except PlanError as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return 2
+    for number, run in enumerate(runs, start=1):
+        if len(runs) > 1:
+            print(f"phase {number}: length {run.length}")
+        print(describe(shape, run, device))
+    if len(runs) > 1:
+        plans = [plan(shape, run) for run in runs]
+        days, hours = sum(found.total_seconds for found in plans) / 86400, sum(found.gpu_hours for found in plans)
+        print(f"all phases       {days:.2f} days, {hours:,.0f} GPU-hours")
+    return 0
+
+
+def runs_of(tree: Mapping[str, Any], options: argparse.Namespace, device: Device) -> list[Run]:
+    """What is trained, a part for each of `[[phases]]`, one where there are none.
+
+    Raises:
+        PlanError: a number out of range, or lengths for another number of phases.
+    """
+    phases = tree.get("phases") or [{}]
+    lengths = options.length or [tree.get("data", {}).get("max_seq_length", 128)]
+    if len(lengths) not in (1, len(phases)):
+        raise PlanError(f"--length has {len(lengths)} numbers for {len(phases)} phases")
+    if len(lengths) == 1 and len({phase.get("data_dir", "") for phase in phases}) > 1:
+        print(f"plan: every phase is planned at length {lengths[0]}; give --length a number for each", file=sys.stderr)
+    return [
+        Run(
             gpus=options.nodes * options.gpus_per_node,
-            steps=tree["train"]["steps"],
-            global_batch=tree["train"]["global_batch"],
-            micro_batch=tree["train"]["micro_batch"],
-            length=options.length or tree.get("data", {}).get("max_seq_length", 128),
+            steps=phase.get("steps") or tree["train"]["steps"],
+            global_batch=phase.get("global_batch") or tree["train"]["global_batch"],
+            micro_batch=phase.get("micro_batch") or tree["train"]["micro_batch"],
+            length=length,
             zero_stage=tree.get("deepspeed", {}).get("zero_optimization", {}).get("stage", 0),
             mfu=options.mfu or device.mfu,
             tflops=device.tflops,
             network_gbytes=options.network_gbytes,
             checkpointing=bool(tree.get("model", {}).get("activation_checkpointing", False)),
         )
-    except PlanError as error:
-        print(f"plan: {error}", file=sys.stderr)
-        return 2
-    print(describe(shape, run, device))
-    if tree.get("phases"):
-        print("phases           not told apart: all steps are planned with [train] and this length")
-    return 0
+        for phase, length in zip(phases, lengths * (len(phases) if len(lengths) == 1 else 1), strict=True)
+    ]
 
 
 if __name__ == "__main__":

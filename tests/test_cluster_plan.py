@@ -140,5 +140,16 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("[train]\nsteps = 1\nglobal_batch = 8\n")
     assert main(["--config", str(tmp_path / "c.toml"), "--device", "h100"]) == 2
     assert "key train.micro_batch is missing" in capsys.readouterr().err
+    phases = "[[phases]]\nsteps = 900_000\n[[phases]]\nsteps = 100_000\ndata_dir = 'd'\nglobal_batch = 32\nmicro_batch = 4\n"
+    (tmp_path / "two.toml").write_text((tmp_path / "good.toml").read_text() + phases)
+    words[1] = str(tmp_path / "two.toml")
+    assert main([*words, "--length", "128", "512"]) == 0
+    out = capsys.readouterr().out
+    assert "phase 2: length 512" in out and "32 = 4 x 4 x 2 GPUs" in out and "all phases" in out
+    billions = [float(part.split()[-3]) for part in out.splitlines() if "billion tokens" in part]
+    assert billions == [7.4, 1.6]
+    assert main(words) == 0 and "every phase is planned at length 128" in capsys.readouterr().err
+    assert main([*words, "--length", "1", "2", "3"]) == 2
+    assert "3 numbers for 2 phases" in capsys.readouterr().err
     with pytest.raises(PlanError, match="knows no BiLSTM"):
         shape_of({"model": {"bilstm": 2}}, PRESETS)
