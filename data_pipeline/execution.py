@@ -26,11 +26,18 @@ _PRELOADED = ("data_pipeline.assemble_stage", "data_pipeline.readers", "datatrov
 _PARENT_POLL_SECONDS = 0.5
 
 
-def end_with_parent() -> None:
+def _one_thread() -> None:
+    """A worker is one core's work: more threads of the encoder would only compete with the other workers."""
+    os.environ.setdefault("RAYON_NUM_THREADS", "1")
+
+
+def begin_worker() -> None:
     """In a worker process: end when the build that started it was killed, so that no orphan goes on writing.
 
-    Workers come from a fork server that ends with the build; an orphan then has another parent.
+    Workers come from a fork server that ends with the build; an orphan then has another parent. That server may be older
+    than this build's settings, so those of the environment are made here.
     """
+    _one_thread()
     parent = os.getppid()
 
     def watch() -> None:
@@ -74,8 +81,7 @@ class LocalExecutor(LocalPipelineExecutor):
         Raises:
             Whatever the first failing task raised; BrokenProcessPool (a RuntimeError) when a worker was killed.
         """
-        # One thread per worker: threads of the encoder would only compete with the other workers.
-        os.environ.setdefault("RAYON_NUM_THREADS", "1")
+        _one_thread()
         ranks = self.get_incomplete_ranks()
         completed = self.tasks - len(ranks)
         on_progress(completed, self.tasks)
@@ -84,7 +90,7 @@ class LocalExecutor(LocalPipelineExecutor):
                 self.run_quietly(rank)
                 on_progress(completed + number, self.tasks)
             return
-        with ProcessPoolExecutor(self.workers, mp_context=_fork_context(), initializer=end_with_parent) as pool:
+        with ProcessPoolExecutor(self.workers, mp_context=_fork_context(), initializer=begin_worker) as pool:
             futures = [pool.submit(self.run_quietly, rank) for rank in ranks]
             try:
                 for number, future in enumerate(as_completed(futures), 1):

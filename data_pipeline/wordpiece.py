@@ -6,11 +6,13 @@ on ordinary text. One thing differs on purpose: a marker such as `[MASK]` writte
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import tempfile
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -85,7 +87,27 @@ def _fast_encoder(tokens: Sequence[str], lowercase: bool) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokenizer.json"
         wordpiece_pipeline(tokens, flags).save(str(path))
-        return tokie.Tokenizer.from_json(str(path))
+        with _few_cores():
+            encoder = tokie.Tokenizer.from_json(str(path))
+            encoder.encode_batch_flat(["a", "b"], add_special_tokens=False)
+        return encoder
+
+
+@contextlib.contextmanager
+def _few_cores() -> Iterator[None]:
+    """tokie 0.1.4 asks once how many cores the process may use, and takes as many threads for each batch: there is no setting.
+
+    So where one thread is wanted (`RAYON_NUM_THREADS`, which `tokenizers` reads) it is shown a single core.
+    """
+    if os.environ.get("RAYON_NUM_THREADS") != "1" or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 class WordPieceTokenizer(SpecialEntries):

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from data_pipeline.config import TokenizerConfig
 from data_pipeline.tokenizer import TokenizerError, import_tokenizer, load_tokenizer
 from data_pipeline.tokenizer_folder import SPECIAL_TOKENS, Normalisation
-from data_pipeline.wordpiece import WordPieceTokenizer, wordpiece_pipeline
+from data_pipeline.wordpiece import WordPieceTokenizer, _few_cores, wordpiece_pipeline
 
 ROOT = Path(__file__).resolve().parent.parent
 UNCASED = Normalisation(lowercase=True, strip_accents=True, split_cjk=True)
@@ -393,3 +393,13 @@ def test_albert_model_keeps_markers_as_text(shared_data, tmp_path):
         "[SEP]",
     ]
     assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores can be chosen on Linux only")
+def test_one_thread_is_one_core_for_the_encoder(monkeypatch):
+    before = os.sched_getaffinity(0)
+    for threads, cores in (("1", 1), ("2", len(before))):
+        monkeypatch.setenv("RAYON_NUM_THREADS", threads)
+        with _few_cores():
+            assert len(os.sched_getaffinity(0)) == cores
+        assert os.sched_getaffinity(0) == before
