@@ -88,7 +88,7 @@ def _fast_encoder(tokens: Sequence[str], lowercase: bool) -> Any:
         path = Path(folder) / "tokenizer.json"
         wordpiece_pipeline(tokens, flags).save(str(path))
         with _few_cores():
-            encoder = tokie.Tokenizer.from_json(str(path))
+            encoder: Any = tokie.Tokenizer.from_json(str(path))
             encoder.encode_batch_flat(["a", "b"], add_special_tokens=False)
         return encoder
 
