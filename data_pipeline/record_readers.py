@@ -61,6 +61,8 @@ def record_documents(corpus: CorpusConfig, part: FileRange, counts: Counter[str]
         UnicodeDecodeError: undecodable bytes, where `errors` is strict.
     """
     left = part.file.limit
+    if left is not None:
+        part = FileRange(file=part.file)  # it ends by the amount of text
     for document in _read(corpus, part, counts, errors):
         if left is not None and left <= 0:
             return

@@ -183,6 +183,22 @@ def test_pages_of_a_crawl(shared_data):
         read(folder / "whirlwind.warc.gz", "wet")
 
 
+@pytest.mark.parametrize(
+    ("name", "source", "count"),
+    [
+        ("samples/warc/warcio-example.warc", "warc", 1),
+        ("samples/warc/whirlwind.warc.gz", "warc", 1),
+        ("samples/warc/cc_net-sample.wet.txt", "wet", 3),
+        ("samples/mediawiki/enwiki-table-markup.xml.bz2", "mediawiki", 1),
+        ("text/wikitext-2/valid.txt.gz", "wikitext", 1),
+    ],
+)
+def test_a_slice_by_the_amount_of_text(shared_data, name, source, count):
+    """Documents end once that much text is there, whatever the file is."""
+    assert len(read(shared_data / name, source, max_megabytes=0.001)) == count
+    assert len(read(shared_data / name, source, max_megabytes=0.001, tasks=3)) == count
+
+
 def test_files_behind_a_url():
     """Any file system of fsspec, here the one in memory."""
     system = fsspec.filesystem("memory")
