@@ -16,10 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from data_pipeline.config import ConfigError
 from data_pipeline.shard_index import ShardIndex
-from pretrain.checkpoint import list_steps, read_state
+from pretrain.checkpoint import CheckpointError, SaveError, list_steps, read_state
 from pretrain.run import main
-from pretrain.stops import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE
+from pretrain.stops import EXIT_DONE, EXIT_FAULT, EXIT_NOT_SAVED, EXIT_STOPPED, EXIT_USAGE, TrainingFault
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = """
@@ -58,6 +59,23 @@ def toml(tmp_path_factory: pytest.TempPathFactory, write_dataset: Callable[..., 
         write_dataset(folder / "data" / part, shards=2, blocks=blocks, examples=9, seed=blocks)
     (folder / "run.toml").write_text(TEXT.format(folder=folder))
     return folder / "run.toml"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("a"), EXIT_USAGE),
+        (CheckpointError("b"), EXIT_USAGE),
+        (SaveError("c"), EXIT_NOT_SAVED),
+        (TrainingFault("d"), EXIT_FAULT),
+    ],
+)
+def test_r22_each_kind_of_end_has_its_exit_code(
+    toml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, code: int
+) -> None:
+    monkeypatch.setattr("pretrain.run._run", lambda *_, **__: (_ for _ in ()).throw(error))
+    assert main(["--config", str(toml)]) == code != EXIT_DONE
+    assert capsys.readouterr().err == f"error: {error}\n"
 
 
 @pytest.fixture
