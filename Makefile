@@ -29,6 +29,7 @@ demo: $(STAMP)
 	$(BIN)/python -m pretrain.export --checkpoint $(RUN)/pretrain --output $(RUN)/export
 	$(BIN)/python -m eval.embedded_task --data $(RUN)/data --output $(RUN)/tasks
 	$(BIN)/python -m eval.run --model $(RUN)/export --tasks package --data $(RUN)/tasks --output $(RUN)/eval
+	$(BIN)/python -m pretrain.export --checkpoint $(RUN)/pretrain --output $(RUN)/export --scores $(RUN)/eval
 	$(BIN)/python -m eval.report --runs $(RUN) --output $(RUN)/report
 	@echo "report: $(RUN)/report/index.html"
 
