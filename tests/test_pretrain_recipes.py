@@ -102,7 +102,16 @@ TOKENS = {
 def test_a_shipped_recipe_can_be_planned(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", str(path), "--dry-run", "--set", "data.dir=runs/not-built"]) == 0
     printed = capsys.readouterr().out
-    for words in ("parameters ", "global batch ", "not built yet", "tokens seen ", "GiB a rank"):
+    for words in (
+        "parameters ",
+        "global batch ",
+        "steps ",
+        "not built yet",
+        "tokens seen ",
+        "activations ",
+        "memory ",
+        "GiB a rank",
+    ):
         assert words in printed
 
 

@@ -174,14 +174,14 @@ def test_r28_r29_r30_a_run_reaches_the_store_whole_and_a_resumed_one_continues_i
     )
     metrics.write({"kind": "train", "step": 3, "time": 7.0, **{f"m{i}": float(i) for i in range(1001)}})
     forwarder = forward(run, store, long=long, **{"odd@name": 1})
-    assert forwarder.close(timeout=60), forwarder.problem
+    assert forwarder.close(timeout=300), forwarder.problem
     metrics.close()
     metrics = MetricsFile(run / "metrics.jsonl", after_step=2)  # killed before the checkpoint of step 3
     second = forward(run, store, added=2)
     for step in (3, 4):
         metrics.write({"kind": "validation", "step": step, "time": 8.0, "mlm_loss": 2.5})
     metrics.close()
-    assert second.close(status="KILLED", timeout=60), second.problem
+    assert second.close(status="KILLED", timeout=300), second.problem
 
     (found,) = runs_of(store, tmp_path.name)
     client = mlflow.MlflowClient(tracking_uri=store)
@@ -297,7 +297,7 @@ def test_a_real_server_slow_then_killed_then_back_loses_nothing_and_holds_up_not
         gate.server = ports[1]
         wait_until(lambda: not unsent_bytes(run))
         metrics.close()
-        assert forwarder.close(timeout=60), forwarder.problem
+        assert forwarder.close(timeout=300), forwarder.problem
     finally:
         end_server(server)
         end_server(back)
@@ -308,8 +308,11 @@ def test_a_real_server_slow_then_killed_then_back_loses_nothing_and_holds_up_not
 
 
 @pytest.mark.slow
-def test_what_a_finished_run_owes_is_sent_by_the_same_command(store: str, tmp_path: Path) -> None:
+def test_what_a_finished_run_owes_is_sent_by_the_same_command(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The store is away during the whole run; `pretrain.run` on the complete run sends everything."""
+    monkeypatch.setattr("pretrain.run_tracking._SECONDS", 300.0)  # a busy machine
     config = run_config(tmp_path, store)
     run = Path(config.run.dir)
     run.mkdir(parents=True)
