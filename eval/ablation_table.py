@@ -40,7 +40,7 @@ def _table(table: Table, runs: Mapping[str, Run]) -> dict[str, Any]:
             notes.append(f"{row.name}: {state}")
         cells = [_cell(row, column, run, notes) for column in (*table.columns, *extra)]
         paper = [f"{number:g}" for number in row.paper] + [MISSING] * len(extra)
-        pairs = [f"{ours} ({theirs})" for ours, theirs in zip(cells, paper, strict=True)]
+        pairs = [ours if theirs == MISSING else f"{ours} ({theirs})" for ours, theirs in zip(cells, paper, strict=True)]
         rows.append([row.name, size, *pairs])
     header = [table.name, "parameters", *(_title(column) for column in (*table.columns, *extra))]
     return {
