@@ -49,6 +49,7 @@ def describe(run_dir: Path, *, now: float | None = None) -> str:
     rows.append(("state", _state(train, checkpoints, total, config["train"]["log_every"], now)))
     if train:
         rows += _progress(train[-1], total)
+        rows += _machine(next((line["system"] for line in reversed(train) if "system" in line), {}))
     if held_out:
         last = held_out[-1]
         rows.append(
@@ -117,6 +118,24 @@ def _speed(last: dict[str, Any]) -> str:
         f"{last['tokens_per_second']:,.0f} tokens/s, {float(last['step_seconds']) * 1000:.0f} ms a step{_spread(last)}, "
         f"MFU {last['mfu']:.1%}, waiting for data {last['data_wait_share']:.1%}, {last['memory_mb']:,.0f} MB"
     )
+
+
+def _machine(system: dict[str, float]) -> list[tuple[str, str]]:
+    """Rank 0's machine when it was last looked at; GPUs by their busiest and fullest."""
+    parts = []
+    for label, names in {
+        "CPU": ["cpu_utilization_percentage"],
+        "memory": ["system_memory_usage_percentage"],
+        "disk": ["disk_usage_percentage"],
+        "GPU": [name for name in system if name.startswith("gpu_") and name.endswith("_utilization_percentage")],
+        "GPU memory": [
+            name for name in system if name.startswith("gpu_") and name.endswith("_memory_usage_percentage")
+        ],
+    }.items():
+        found = [system[name] for name in names if name in system]
+        if found:
+            parts.append(f"{label} {max(found):.0f}%")
+    return [("machine", ", ".join(parts))] if parts else []
 
 
 def _spread(last: dict[str, Any]) -> str:

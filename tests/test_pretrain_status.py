@@ -14,6 +14,7 @@ LINE = {
     "tokens_per_second": 5000.0, "step_seconds": 2.0, "mfu": 0.4, "data_wait_share": 0.01, "memory_mb": 100.0,
     "skipped_steps": 1, "step_seconds_p50": 1.9, "step_seconds_p95": 2.5, "step_seconds_max": 3.0,
     "straggler_rank": 3, "straggler_ratio": 1.25,
+    "system": {"cpu_utilization_percentage": 55.2, "gpu_0_utilization_percentage": 97.0, "gpu_1_utilization_percentage": 9.0},
 }  # fmt: skip
 
 
@@ -43,6 +44,7 @@ def test_a_running_run_at_a_glance(run: Path) -> None:
         "1 steps with a gradient",
         "2000 ms a step (p50 1900, p95 2500, max 3000)",
         "slowest   rank 3, 1.25 times the median",
+        "machine   CPU 55%, GPU 97%",
         "not sent yet",
     ):
         assert words in text, text
