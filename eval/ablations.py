@@ -8,8 +8,10 @@ tables above the curves of all runs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -62,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of the command: 0 done, 1 a command failed, 2 wrong usage."""
+    """Entry point of the command: 0 done, 1 a command failed, 2 wrong usage, 75 stopped by a signal."""
     options = build_parser().parse_args(arguments)
     try:
         tables = _select(options)
@@ -76,12 +78,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.slurm:
             return _queue(setup, todo, options.sbatch)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         failed = _run(setup, todo)
         _show(setup, load_tables())
         return int(bool(failed))
     except (ConfigError, TaskError, SlurmError) as error:
         print(f"eval.ablations: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("eval.ablations: stopped; the same command goes on", file=sys.stderr)
+        return 75
 
 
 def _select(options: argparse.Namespace) -> list[Table]:
@@ -162,7 +168,7 @@ def _run(setup: Setup, todo: Sequence[tuple[Row, Step, bool]]) -> list[str]:
         if done or row.run in broken or (step.what == "shared data" and not needed):
             continue
         print(f"{time.strftime('%H:%M:%S')} {step.what}", flush=True)
-        code = subprocess.run(step.command, check=False).returncode
+        code = call(step.command)
         if code:
             print(
                 f"eval.ablations: {step.what} ended with exit code {code}: {shlex.join(step.command)}", file=sys.stderr
@@ -172,6 +178,33 @@ def _run(setup: Setup, todo: Sequence[tuple[Row, Step, bool]]) -> list[str]:
             if step.what == "shared data":
                 break
     return failed
+
+
+def call(command: Sequence[str]) -> int:
+    """Run a command in a process group of its own and return its exit code.
+
+    Where this process is interrupted, the whole group is told to end: DeepSpeed's launcher would leave its ranks behind. They
+    save a checkpoint first, which is waited for.
+    """
+    asked: list[int] = []
+    # A signal between the start of the process and the `try` would leave it behind: hold it back until then.
+    before = {number: signal.signal(number, lambda n, _: asked.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if asked:
+            raise KeyboardInterrupt
+        return process.wait()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+            until = time.monotonic() + 60
+            while time.monotonic() < until:  # ranks that outlive their launcher
+                os.killpg(process.pid, 0)
+                time.sleep(0.2)
+        raise
 
 
 def _queue(setup: Setup, todo: Sequence[tuple[Row, Step, bool]], directives: Sequence[str]) -> int:

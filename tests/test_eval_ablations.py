@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -213,6 +215,18 @@ def test_sources_of_checkpoints(checkpoint: Path, tmp_path: Path) -> None:
     assert not pretraining_is_complete(setup("small", checkpoint.parent.parent, overrides=longer), plain)
     with pytest.raises(ConfigError):
         load_tables(tmp_path / "none.toml")
+
+
+def test_an_interrupted_command_leaves_nothing_behind() -> None:
+    """The command, and what it has started in the background."""
+    code = "from eval.ablations import call; call(['bash', '-c', 'sleep 600 & echo $!; wait'])"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    sleeper = Path("/proc", process.stdout.readline().strip())
+    assert sleeper.is_dir()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) != 0
+    assert not (sleeper / "cmdline").exists() or not (sleeper / "cmdline").read_bytes()  # gone, or a zombie
 
 
 def test_jobs_of_a_cluster_run_the_same_commands(tmp_path: Path) -> None:
