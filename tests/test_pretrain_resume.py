@@ -23,7 +23,7 @@ WORKER = Path(__file__).with_name("runtime_worker.py")
 STAGES = ("0", "1", "2", "3")
 RATES = [1e-2 * rate for rate in (1 / 4, 2 / 4, 3 / 4, 1, 6 / 7, 5 / 7, 4 / 7, 3 / 7, 2 / 7, 1 / 7)]
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(1800)]  # one fixture runs all launches
 
 
 @pytest.fixture(scope="module")
