@@ -140,7 +140,9 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("[train]\nsteps = 1\nglobal_batch = 8\n")
     assert main(["--config", str(tmp_path / "c.toml"), "--device", "h100"]) == 2
     assert "key train.micro_batch is missing" in capsys.readouterr().err
-    phases = "[[phases]]\nsteps = 900_000\n[[phases]]\nsteps = 100_000\ndata_dir = 'd'\nglobal_batch = 32\nmicro_batch = 4\n"
+    phases = (
+        "[[phases]]\nsteps = 900_000\n[[phases]]\nsteps = 100_000\ndata_dir = 'd'\nglobal_batch = 32\nmicro_batch = 4\n"
+    )
     (tmp_path / "two.toml").write_text((tmp_path / "good.toml").read_text() + phases)
     words[1] = str(tmp_path / "two.toml")
     assert main([*words, "--length", "128", "512"]) == 0
