@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = ROOT / "tests" / "lamb_worker.py"

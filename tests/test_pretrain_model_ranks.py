@@ -31,7 +31,7 @@ from pretrain.parameter_groups import parameter_groups
 WORKER = Path(__file__).with_name("model_worker.py")
 STAGES = (1, 2, 3)
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

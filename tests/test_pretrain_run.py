@@ -181,6 +181,7 @@ def wait_for_step(run: Path, step: int, *processes: subprocess.Popen[str]) -> No
 
 @pytest.mark.slow
 @pytest.mark.multiproc
+@pytest.mark.timeout(1800)
 def test_r40_r41_r26_signals_a_dead_rank_and_another_world_size_in_one_run(toml: Path) -> None:
     """SIGUSR1 to one rank; SIGTERM to the launcher; kill -9 of one rank; then one rank alone finishes the run."""
     run = toml.parent / "pretrain"
