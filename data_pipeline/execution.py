@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import forkserver
@@ -23,7 +22,6 @@ Progress = Callable[[int, int], None]
 """Called with (completed, tasks)."""
 
 _PRELOADED = ("data_pipeline.assemble_stage", "data_pipeline.readers", "datatrove.executor.local")
-_PARENT_POLL_SECONDS = 0.5
 
 
 def _one_thread() -> None:
@@ -34,18 +32,19 @@ def _one_thread() -> None:
 def begin_worker() -> None:
     """In a worker process: end when the build that started it was killed, so that no orphan goes on writing.
 
-    Workers come from a fork server that ends with the build; an orphan then has another parent. That server may be older
-    than this build's settings, so those of the environment are made here.
+    A worker's parent is the fork server, which lives as long as its workers do; the build is what the pipe of
+    `parent_process` tells of. The server may also be older than this build's settings, so those of the environment are
+    made here.
     """
     _one_thread()
-    parent = os.getppid()
+    build = multiprocessing.parent_process()
+    assert build is not None  # this is a worker
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_PARENT_POLL_SECONDS)
+        build.join()
         os._exit(1)
 
-    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+    threading.Thread(target=watch, name="end-with-build", daemon=True).start()
 
 
 def _fork_context() -> ForkServerContext:

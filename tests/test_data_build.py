@@ -14,6 +14,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import orjson
+import psutil
 import pytest
 
 from data_pipeline.build import main
@@ -205,6 +206,21 @@ def test_bytes_do_not_depend_on_workers_or_tasks(tmp_path: Path, built: Path, co
     assert digests(tmp_path / "data") == digests(built / "data")
 
 
+def wait_until_session_is_empty(session: int) -> None:
+    """A killed build leaves no worker behind that would go on writing."""
+    deadline = time.monotonic() + 60
+    while left := [p for p in psutil.pids() if p != os.getpid() and session_of(p) == session]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def session_of(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return -1
+
+
 @pytest.mark.slow
 def test_r15_killed_build_goes_on_and_ends_the_same(tmp_path: Path, built: Path, corpus: Path) -> None:
     config = write_config(tmp_path, corpus, data__workers=2, data__tasks=3)
@@ -219,6 +235,7 @@ def test_r15_killed_build_goes_on_and_ends_the_same(tmp_path: Path, built: Path,
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         assert moment.exists()
+        wait_until_session_is_empty(process.pid)
         assert not (data / "train/index.json").exists()
         finished = {path.name: path.stat().st_mtime_ns for path in data.glob("tokens/*.tokens")}
         for path in data.glob("train/*.tar"):
