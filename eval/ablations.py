@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 from cluster.slurm import SlurmError, submit_script
 from data_pipeline.artefacts import write_text
@@ -183,16 +184,16 @@ def _run(setup: Setup, todo: Sequence[tuple[Row, Step, bool]]) -> list[str]:
 def call(command: Sequence[str]) -> int:
     """Run a command in a process group of its own and return its exit code.
 
-    Where this process is interrupted, the whole group is told to end: DeepSpeed's launcher would leave its ranks behind. They
-    save a checkpoint first, which is waited for.
+    Where this process is interrupted (Ctrl-C, SIGTERM), the whole group is told to end: DeepSpeed's launcher would leave its
+    ranks behind. They save a checkpoint first, which is waited for.
     """
     asked: list[int] = []
     # A signal between the start of the process and the `try` would leave it behind: hold it back until then.
     before = {number: signal.signal(number, lambda n, _: asked.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
     process = subprocess.Popen(command, start_new_session=True)
     try:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
+        signal.signal(signal.SIGTERM, _interrupt)
         if asked:
             raise KeyboardInterrupt
         return process.wait()
@@ -205,6 +206,12 @@ def call(command: Sequence[str]) -> int:
                 os.killpg(process.pid, 0)
                 time.sleep(0.2)
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before[signal.SIGTERM])
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _queue(setup: Setup, todo: Sequence[tuple[Row, Step, bool]], directives: Sequence[str]) -> int:
