@@ -44,6 +44,7 @@ def stats_of(data: Path) -> dict[str, object]:
     return json.loads((data / "train/stats.json").read_bytes())["corpus"]
 
 
+@pytest.mark.slow
 def test_word_of_a_megabyte_and_empty_files(corpus: Path) -> None:
     (corpus / "empty.txt").write_text("")
     (corpus / "word.txt").write_text(f"the cat\n{'a' * 1_000_000} sat\n\nthe {'xyz' * 400_000}\n\n{'a' * 1_000_000}\n")

@@ -235,6 +235,7 @@ def test_same_ids_where_entries_lack_their_first_character():
     assert differences(tokens, UNCASED, texts) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [UNCASED, KEEP_ACCENTS], ids=str)
 def test_same_ids_as_tokenizers_on_huge_texts(flags, spelling_vocabulary):
     sizes = (9_000, 40_000, 90_000)
