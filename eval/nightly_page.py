@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.artefacts import write_text
+from eval.ablation_table import as_markdown
 from eval.nights import Night, Score, Verdict, judge
 from eval.paper import paper_score
 from eval.plots import HELD_OUT, Curve, curves_svg
@@ -140,13 +141,4 @@ def _markdown(subtitle: str, tables: Sequence[dict[str, Any]], alerts: Sequence[
     lines = ["# The night's scores", "", subtitle, ""]
     if alerts:
         lines += ["## Look here first", "", *(f"- {alert}" for alert in alerts), ""]
-    for table in tables:
-        lines += [
-            f"## {table['title']}",
-            "",
-            "| " + " | ".join(table["header"]) + " |",
-            "|---" * len(table["header"]) + "|",
-        ]
-        lines += ["| " + " | ".join(row) + " |" for row in table["rows"]]
-        lines += ["", *(f"- {note}" for note in table["notes"]), ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, as_markdown(tables)])
