@@ -188,6 +188,17 @@ def open_stored(file: InputFile) -> Iterator[IO[bytes]]:
         raise CorpusError(f"{file.path}: cannot read it: {error.strerror or error}") from error
 
 
+def line_chunks(handle: IO[bytes], start: int) -> Iterator[tuple[int, bytes]]:
+    """(offset, whole lines, about a megabyte of them at once) from the first line that begins at `start` or later."""
+    offset = 0
+    if start:
+        handle.seek(start - 1)
+        offset = start - 1 + len(handle.readline())
+    while lines := handle.read(_CHUNK) + handle.readline():
+        yield offset, lines
+        offset += len(lines)
+
+
 def byte_lines(handle: IO[bytes], start: int) -> Iterator[tuple[int, bytes]]:
     """(offset, line with its LF) of the lines that begin at `start` or later."""
     offset = 0

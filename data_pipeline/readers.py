@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import heapq
-import itertools
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -28,6 +28,7 @@ from data_pipeline.corpus_files import (
     cut,
     find_files,
     limit_files,
+    line_chunks,
     open_bytes,
     text_as_utf8,
 )
@@ -38,8 +39,8 @@ from data_pipeline.records import Document
 __all__ = ["CorpusError", "InputFile", "ReadStep", "find_inputs", "is_held_out", "read_documents"]
 
 _COUNTING = "clozeworks.count"
-_LIST_BYTES = 1 << 20
-_SPACE = 0x20
+# One search for two line ends in a row is several times as fast as looking at every line.
+_BLANK_LINES = re.compile(rb"\n[ \t\r\v\f]*\n(?:[ \t\r\v\f]*\n)*")
 _undecodable = 0
 
 
@@ -119,7 +120,7 @@ def read_documents(
         decoder = _Decoder(corpus, part.file, counts)
         with open_bytes(part.file) as handle:
             if corpus.source == "text":
-                yield from _text_documents(decoder.line_lists(handle, part, wide), part, decoder)
+                yield from _text_documents(decoder.chunks(handle, part, wide), part, decoder)
             else:
                 lines = decoder.lines(handle, part, wide)
                 yield from _json_documents(lines, part, decoder, corpus)
@@ -183,19 +184,9 @@ class _Decoder:
                 line = line[len(codecs.BOM_UTF8) :]
             yield offset, line
 
-    def line_lists(self, handle: IO[bytes], part: FileRange, wide: bool) -> Iterator[tuple[int, list[bytes]]]:
-        """Lines from the start of a range in lists: (offset of the first, lines). The byte order mark is still there."""
-        if wide:
-            for offset, line in self._wide_lines(handle):
-                yield offset, [line]
-            return
-        offset = part.start
-        if offset:
-            handle.seek(offset - 1)
-            offset += len(handle.readline()) - 1
-        while lines := handle.readlines(_LIST_BYTES):
-            yield offset, lines
-            offset += sum(map(len, lines))
+    def chunks(self, handle: IO[bytes], part: FileRange, wide: bool) -> Iterator[tuple[int, bytes]]:
+        """Whole lines from the start of a range, many at once: (offset, lines). The byte order mark is still there."""
+        return self._wide_lines(handle) if wide else line_chunks(handle, part.start)
 
     def _wide_lines(self, handle: IO[bytes]) -> Iterator[tuple[int, bytes]]:
         encoding, self._encoding = self._encoding, "utf-8"
@@ -226,38 +217,37 @@ class _Decoder:
         return _not_decodable(self._file, self._encoding, error, f" at byte {offset}")
 
 
-def _text_documents(
-    line_lists: Iterator[tuple[int, list[bytes]]], part: FileRange, decoder: _Decoder
-) -> Iterator[Document]:
-    """Documents divided by blank lines. A document belongs to the range that holds the blank line before it.
-
-    Most of the time of reading is spent in finding the blank lines; everything else is done once for all lines between two.
-    """
+def _text_documents(chunks: Iterator[tuple[int, bytes]], part: FileRange, decoder: _Decoder) -> Iterator[Document]:
+    """Documents divided by blank lines. A document belongs to the range that holds the blank line before it."""
     held: list[bytes] = []
     start = 0
     inside = part.start == 0  # otherwise what comes before the first blank line is another range's
     blank_at = part.start
-    for first, lines in line_lists:
-        offsets = list(itertools.accumulate(map(len, lines), initial=first))
-        if first == 0 and lines[0].startswith(codecs.BOM_UTF8):
-            lines = [lines[0][len(codecs.BOM_UTF8) :], *lines[1:]]
-        blanks = [i for i, line in enumerate(lines) if not line or (line[0] <= _SPACE and not line.strip())]
-        begin = 0
-        for blank in [*blanks, len(lines)]:
-            if begin < blank and (held or inside):
+    for offset, lines in chunks:
+        mark = len(codecs.BOM_UTF8) if offset == 0 and lines.startswith(codecs.BOM_UTF8) else 0
+        lines = b"\n" + lines[mark:]  # between two line ends, the first line is found like all others
+        if lines[lines.rfind(b"\n") + 1 :].isspace():  # and so is a last one without an end
+            lines += b"\n"
+        begin = 1
+        for blank in [*_BLANK_LINES.finditer(lines), None]:
+            end = len(lines) if blank is None else blank.start() + 1
+            if begin < end and (held or inside):
                 if not held:
                     if part.end is not None and blank_at >= part.end:
                         return
-                    start = offsets[begin]
-                held += lines[begin:blank]
-            if blank == len(lines):
+                    start = offset + mark + begin - 1 if begin > 1 else offset
+                held.append(lines[begin:end])
+            if blank is None:
                 break
-            if held:
-                yield _text_document(held, start, part, decoder)
-                held = []
-            elif inside and lines[blank].strip(b"\r\n"):
-                decoder.counts["dropped:blank"] += 1
-            inside, blank_at, begin = True, offsets[blank], blank + 1
+            for line in lines[end : blank.end() - 1].split(b"\n"):
+                if held:
+                    yield _text_document(held, start, part, decoder)
+                    held = []
+                elif inside and line.strip(b"\r") and (part.end is None or blank_at < part.end):
+                    decoder.counts["dropped:blank"] += 1
+                inside, blank_at = True, offset + mark + end - 1
+                end += len(line) + 1
+            begin = end
     if held:
         yield _text_document(held, start, part, decoder)
 

@@ -56,16 +56,19 @@ def test_documents_do_not_depend_on_the_number_of_tasks(tmp_path, monkeypatch, s
     monkeypatch.setattr(corpus_files, "MIN_RANGE_BYTES", 64)  # so that a small file is cut many times
     for name in ("a", "b"):
         if source == "text":
-            lines = [f"document {n}\nof {name}\n" + "\n" * (n % 4 + 1) for n in range(60)]
+            lines = [f"document {n}\nof {name}\n" + "\n" + " \n" * (n % 5) + "\n" * (n % 4) for n in range(60)]
         else:
             lines = [f'{{"text": "document {n} of {name}", "id": {n % 5}}}\n' for n in range(60)]
         (tmp_path / name).write_text(("\n" if source == "text" else "") + "".join(lines))
-    alone = {d.id: d.text for d in read(tmp_path, source)}
+    counts: Counter[str] = Counter()
+    again: Counter[str] = Counter()
+    alone = {d.id: d.text for d in read(tmp_path, source, counts=counts)}
     corpus = CorpusConfig(source=source, paths=(str(tmp_path),))
-    parts = [list(read_documents(corpus, find_inputs(corpus, tmp_path), t, tasks)) for t in range(tasks)]
+    parts = [list(read_documents(corpus, find_inputs(corpus, tmp_path), t, tasks, again)) for t in range(tasks)]
     assert all(parts) and len(alone) == 120
     joined = [d for part in parts for d in part]
     assert len(joined) == 120 and {d.id: d.text for d in joined} == alone
+    assert again == counts and counts["dropped:blank"] == (240 if source == "text" else 0)
 
 
 def test_compressed_files_keep_the_ids_of_plain_ones(tmp_path):
