@@ -50,6 +50,8 @@ def estimate_run(source: ModelSource, data: TaskData, recipe: Recipe, device: st
     units = round(examples * per_example)
     scored = sum(len(part) for part in data.scored.values()) * per_example
     seconds = (units * recipe.epochs + FORWARD_SHARE * scored) / trained.examples_per_second
+    # A frozen encoder sees each example once.
+    seconds += trained.frozen_seconds * (units + scored) / len(problem)
     return Estimate(units=units, exact=counted or len(sample) == examples, seconds=seconds)
 
 

@@ -1,32 +1,35 @@
 """Feature-based tagging: a two-layer BiLSTM on the hidden states of a frozen encoder (arXiv 1810.04805, section 5.3).
 
-Legend: `T` tokens of the batch, `E` examples, `L` longest example, `D` hidden size, `S` states used, `K` outputs.
+Legend: `W` words of the batch, `E` examples, `L` words of the longest one, `D` hidden size, `S` states used, `K` outputs.
+The encoder answers for a word with the state of its first piece, as the paper's tagger does; the BiLSTM runs over words.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from data_pipeline.records import Batch
-from eval.tasks import NER_FEATURES, TaskError
+from eval.frozen_states import FrozenStates, WordBatch, WordProblem, layers_of
+from eval.problems import Problem
+from eval.tagging import SentenceProblem
+from eval.tasks import TaskError
 from pretrain.dropout import dropout
 from pretrain.encoder import Encoder
 
 BILSTM_SIZE = 768
 """Width of the BiLSTM's output, both directions together, as the paper's "768-dimensional BiLSTM" is read here."""
+BILSTM_LAYERS = 2
 DROPOUT = 0.1
 
 
 class FeatureModel(nn.Module):
-    """Frozen encoder, mixture of its states, BiLSTM and one linear layer for every token.
+    """Mixture of a frozen encoder's states, BiLSTM and one linear layer for every word.
 
     Args:
-        encoder: its weights get no gradient.
+        encoder: its weights get no gradient, and `forward` does not run it: see `words`.
         outputs: K.
-        features: one of `NER_FEATURES`. Weighted sums have learnt softmax weights, equal at the start; "weighted-all"
-            is over the layers without the embeddings, as the paper's "all 12 layers".
+        features: one of `NER_FEATURES`. Weighted sums have learnt softmax weights, equal at the start.
+        frozen: where states are kept; by default with this model.
 
     Raises:
         TaskError: unknown features, or fewer than four layers for the last four.
@@ -34,19 +37,15 @@ class FeatureModel(nn.Module):
 
     per_token = True
 
-    def __init__(self, encoder: Encoder, outputs: int, features: str) -> None:
+    def __init__(self, encoder: Encoder, outputs: int, features: str, frozen: FrozenStates | None = None) -> None:
         super().__init__()
-        config = encoder.config
-        if features not in NER_FEATURES:
-            raise TaskError(f"unknown features {features!r}; known: {', '.join(NER_FEATURES)}")
-        if features.endswith("last-four") and config.layers < 4:
-            raise TaskError(f"features {features!r} need four layers, the encoder has {config.layers}")
+        states = len(layers_of(features, encoder.config.layers))
         self.encoder = encoder.requires_grad_(False)
         self.features = features
-        states = {"weighted-last-four": 4, "weighted-all": config.layers}.get(features, 0)
-        self.weights = nn.Parameter(torch.zeros(states)) if states else None
-        width = config.hidden * (4 if features == "concat-last-four" else 1)
-        self.bilstm = nn.LSTM(width, BILSTM_SIZE // 2, num_layers=2, bidirectional=True, dropout=DROPOUT)
+        self.frozen = FrozenStates() if frozen is None else frozen
+        self.weights = nn.Parameter(torch.zeros(states)) if features.startswith("weighted") else None
+        width = encoder.config.hidden * (states if features.startswith("concat") else 1)
+        self.bilstm = BiLstm(width, BILSTM_SIZE, BILSTM_LAYERS)
         self.classifier = nn.Linear(BILSTM_SIZE, outputs)
 
     @property
@@ -54,37 +53,62 @@ class FeatureModel(nn.Module):
         """K."""
         return self.classifier.out_features
 
-    def train(self, mode: bool = True) -> FeatureModel:
-        """Training mode for everything but the frozen encoder, whose dropout stays off."""
-        super().train(mode)
-        self.encoder.eval()
-        return self
+    def words(self, problem: Problem) -> WordProblem:
+        """The problem with the states that `forward` takes.
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """(T, K) logits."""
-        with torch.no_grad():
-            _, states = self.encoder(
-                batch.input_ids_T,
-                batch.segment_ids_T,
-                batch.position_ids_T,
-                batch.cu_seqlens,
-                batch.max_seqlen,
-                output_hidden_states=True,
-            )
-        x_TD = dropout(self.mix(states), DROPOUT, self.training)
-        lengths = batch.cu_seqlens.diff().to("cpu", torch.int64)
-        padded_LED = nn.utils.rnn.pad_sequence(list(torch.split(x_TD, lengths.tolist())))
-        packed: PackedSequence = pack_padded_sequence(padded_LED, lengths, enforce_sorted=False)
-        out_LED, _ = pad_packed_sequence(self.bilstm(packed)[0])
-        real_EL = torch.arange(out_LED.shape[0]) < lengths[:, None]
-        out_TD = out_LED.transpose(0, 1)[real_EL.to(out_LED.device)]
-        return self.classifier(dropout(out_TD, DROPOUT, self.training)).float()
+        Raises:
+            TaskError: a problem without words.
+        """
+        if not isinstance(problem, SentenceProblem):
+            raise TaskError("features are for tagged sentences")
+        return self.frozen.words(self.encoder, problem, self.features)
 
-    def mix(self, states: list[torch.Tensor]) -> torch.Tensor:
-        """The features of each token, (T, D) or (T, 4D), from the embeddings' output and every layer's."""
-        if self.features == "concat-last-four":
-            return torch.cat(states[-4:], dim=1)
+    def forward(self, batch: WordBatch) -> torch.Tensor:
+        """(W, K) logits."""
+        x_WD = dropout(self.mix(batch.states), DROPOUT, self.training)
+        x_WD = dropout(self.bilstm(x_WD, batch.lengths), DROPOUT, self.training)
+        return self.classifier(x_WD).float()
+
+    def mix(self, states: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The features of each word, (W, D) or (W, S*D)."""
         if self.weights is not None:
-            used = torch.stack(states[-len(self.weights) :])
-            return torch.einsum("s,std->td", self.weights.softmax(0), used)
-        return states[{"embeddings": 0, "second-to-last": -2, "last": -1}[self.features]]
+            return torch.einsum("s,swd->wd", self.weights.softmax(0), torch.stack(states))
+        return states[0] if len(states) == 1 else torch.cat(states, dim=1)
+
+
+class BiLstm(nn.Module):
+    """A BiLSTM on flat examples, with dropout between layers.
+
+    Each direction of a layer is an LSTM of its own on padded examples, the backward one on reversed ones: what comes after
+    an example's end cannot reach it. For that torch has a fast CPU kernel (oneDNN's), for packed sequences an op a step,
+    which takes twice the time in training.
+
+    Args:
+        width: of x.
+        size: of the output, both directions together.
+        layers: number of them.
+    """
+
+    def __init__(self, width: int, size: int, layers: int) -> None:
+        super().__init__()
+        widths = [width, *[size] * (layers - 1)]
+        self.forwards = nn.ModuleList(nn.LSTM(inputs, size // 2) for inputs in widths)
+        self.backwards = nn.ModuleList(nn.LSTM(inputs, size // 2) for inputs in widths)
+
+    def forward(self, x_WD: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """(W, D) and the words of each example, (E,) on the CPU, to (W, size)."""
+        examples, longest = len(lengths), int(lengths.max())
+        example_W = torch.repeat_interleave(torch.arange(examples), lengths)
+        place_W = torch.arange(len(x_WD)) - (lengths.cumsum(0) - lengths)[example_W]
+        from_end_W = lengths[example_W] - 1 - place_W
+        orders = [(place * examples + example_W).to(x_WD.device) for place in (place_W, from_end_W)]
+        for number, pair in enumerate(zip(self.forwards, self.backwards, strict=True)):
+            if number:
+                x_WD = dropout(x_WD, DROPOUT, self.training)
+            outputs = []
+            for lstm, order_W in zip(pair, orders, strict=True):
+                rows = x_WD.new_zeros(longest * examples, x_WD.shape[1]).index_copy(0, order_W, x_WD)
+                out = lstm(rows.view(longest, examples, -1))[0]
+                outputs.append(out.flatten(0, 1).index_select(0, order_W))
+            x_WD = torch.cat(outputs, dim=1)
+        return x_WD

@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from data_pipeline.order import permutation
 from eval.feature_model import FeatureModel
+from eval.frozen_states import FrozenStates, WordProblem
 from eval.model import TaskModel
 from eval.packing import build_batch
 from eval.problems import Problem
@@ -33,7 +35,8 @@ class Finetuned:
         model: in evaluation mode.
         losses: mean loss of every optimizer step.
         seconds: of the loop alone.
-        examples_per_second, tokens_per_second: of the loop alone.
+        examples_per_second, tokens_per_second: of the loop alone; feature-based: words count, not tokens.
+        frozen_seconds: before it, for the states of a frozen encoder that were not there yet.
         diverged_at: the step with the first non-finite loss, where training stopped; None if there was none.
     """
 
@@ -42,6 +45,7 @@ class Finetuned:
     seconds: float = 0.0
     examples_per_second: float = 0.0
     tokens_per_second: float = 0.0
+    frozen_seconds: float = 0.0
     diverged_at: int | None = None
 
 
@@ -65,6 +69,7 @@ def finetune(
     device: torch.device | str = "cpu",
     label: str = "fine-tuning",
     features: str = "",
+    frozen: FrozenStates | None = None,
     max_steps: int | None = None,
 ) -> Finetuned:
     """Train an encoder and a new head on a problem.
@@ -80,6 +85,7 @@ def finetune(
         device: where to compute.
         label: in front of the progress bar, which is shown on a terminal only.
         features: train a BiLSTM on these states of the frozen encoder instead, see `FeatureModel`.
+        frozen: where such states are kept; by default with the model.
         max_steps: stop after as many, with the schedule of the whole recipe.
 
     Raises:
@@ -89,17 +95,21 @@ def finetune(
     encoded = problem.encoded if words is None else words.encoded
     torch.manual_seed(seed)
     model: TaskModel | FeatureModel = (
-        FeatureModel(encoder, problem.outputs, features)
+        FeatureModel(encoder, problem.outputs, features, frozen)
         if features
         else TaskModel(encoder, problem.outputs, per_token=problem.per_token)
     )
     model.to(device).train()
+    start = time.perf_counter()
+    if isinstance(model, FeatureModel):
+        problem = model.words(problem)
+    build = problem.batch if isinstance(problem, WordProblem) else partial(build_batch, encoded)
+    result = Finetuned(model=model, frozen_seconds=time.perf_counter() - start)
     optimizer = torch.optim.AdamW(
         parameter_groups(model, recipe.weight_decay), lr=recipe.learning_rate, eps=1e-6, fused=True
     )
     steps = total_steps(len(problem), recipe)
     schedule = ScheduleConfig(shape="linear", warmup_steps=int(steps * recipe.warmup))
-    result = Finetuned(model=model)
     tokens, examples, decay, start = 0, 0, 1.0, time.perf_counter()
     console = Console(file=sys.stderr)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -110,8 +120,7 @@ def finetune(
                 rate = learning_rate(
                     len(result.losses) + 1, peak=recipe.learning_rate, total_steps=steps, schedule=schedule
                 )
-                rows = problem.rows(units)
-                batch = build_batch(encoded, rows).to(device)
+                batch = build(problem.rows(units)).to(device)
                 result.losses.append(_step(model, optimizer, problem, units, batch, rate, recipe.clip))
                 decay *= 1.0 - rate * recipe.weight_decay
                 tokens, examples = tokens + batch.tokens, examples + len(units)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from eval.feature_model import FeatureModel
 from eval.model import TaskModel
-from eval.packing import build_batch, ranges, token_budget_batches
+from eval.packing import Encoded, build_batch, ranges, token_budget_batches
 from eval.problems import Problem
 
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 8192}
@@ -27,16 +31,26 @@ def predict(model: TaskModel | FeatureModel, problem: Problem, *, tokens: int | 
         tokens: ids of one batch; None: as `TOKENS_PER_BATCH` has it.
 
     Returns:
-        float32, (E, K), or (N, K) for a head on every token.
+        float32, (E, K), or (N, K) for a head on every token; of a `FeatureModel` zeros beside the words' first pieces.
     """
-    encoded = problem.encoded
+    if isinstance(model, FeatureModel):
+        words = model.words(problem)
+        out = np.zeros((len(problem.encoded.ids), model.outputs), dtype=np.float32)
+        out[words.first_pieces] = _logits(model, words.encoded, words.batch, tokens)
+        return out
+    return _logits(model, problem.encoded, partial(build_batch, problem.encoded), tokens)
+
+
+def _logits(
+    model: TaskModel | FeatureModel, encoded: Encoded, build: Callable[[np.ndarray], Any], tokens: int | None
+) -> np.ndarray:
     device = next(model.parameters()).device
     batches = list(token_budget_batches(encoded.lengths, tokens or TOKENS_PER_BATCH.get(device.type, 8192)))
     grouped = dist.is_available() and dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
     was_training = model.training
     model.eval()
-    parts = [(rows, model(build_batch(encoded, rows).to(device)).cpu().numpy()) for rows in batches[rank::world]]
+    parts = [(rows, model(build(rows).to(device)).cpu().numpy()) for rows in batches[rank::world]]
     model.train(was_training)
     if grouped:
         gathered: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(world)]

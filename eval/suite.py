@@ -38,7 +38,7 @@ def run_suite(source: ModelSource, tasks: Sequence[Task], plan: Plan, *, evaluat
     """
     from eval.saved_model import check_savable
 
-    suite = _Suite(source, plan)
+    suite = _Suite(source, plan, tasks)
     data = {task.name: read_task(task, plan.data, plan.max_train_examples) for task in tasks}
     for task in tasks:
         for recipe in plan.recipes(task):
@@ -66,11 +66,14 @@ def _check_length(recipe: Recipe, source: ModelSource) -> None:
 class _Suite:
     """One checkpoint and one plan; keeps the encoder that was fine-tuned on the start task, for one seed."""
 
-    def __init__(self, source: ModelSource, plan: Plan) -> None:
+    def __init__(self, source: ModelSource, plan: Plan, tasks: Sequence[Task]) -> None:
+        from eval.frozen_states import FrozenStates
+
         self.source, self.plan = source, plan
         self.device = resolve_device(plan.device)
         self.start = read_task(select_tasks([plan.start_task])[0], plan.data) if plan.start_task else None
         self.started: tuple[int, Encoder] | None = None
+        self.frozen = FrozenStates(task.features for task in tasks if task.features)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Under which models compute. Nothing is kept from one step to the next: weights change in between."""
@@ -99,6 +102,7 @@ class _Suite:
             device=self.device,
             label=label,
             features=data.task.features,
+            frozen=self.frozen,
         )
         result |= self._scores(data, recipe, trained.model, result, None)
         if self.plan.save_models:

@@ -15,13 +15,16 @@ from data_pipeline.tokenizer import import_tokenizer
 from eval import feature_model
 from eval.conll_data import Sentences, baseline_tags, read_conll, score_tags, spans, to_iob2
 from eval.feature_model import FeatureModel
-from eval.packing import build_batch
+from eval.finetune import epoch_batches, finetune
+from eval.frozen_states import FrozenStates
+from eval.packing import build_batch, ranges
+from eval.predict import predict
 from eval.readers import ReadError
 from eval.run import main
 from eval.score import main as score_main
 from eval.source import ModelSource
 from eval.tagging import decode_tags, tag_problem
-from eval.tasks import NER_FEATURES, TASKS, TaskError
+from eval.tasks import NER_FEATURES, TASKS, Recipe, TaskError
 
 LABELS = TASKS["CoNLL"].labels
 WORDS = ["peter", "anna", "went", "to", "oslo", "lima", "un", "##o", "the", "cat", "saw", "."]
@@ -94,13 +97,14 @@ def test_sentences_of_a_document_share_examples_and_each_word_comes_once(model: 
 @pytest.mark.parametrize("features", NER_FEATURES)
 def test_features_are_the_states_they_are_named_after(model: Path, features: str) -> None:
     source = ModelSource(model)
-    batch = build_batch(
-        tag_problem(source.tokenizer, sentences(["peter saw anna", "the cat ."], [0, 1]), 16).encoded, np.arange(2)
-    )
+    problem = tag_problem(source.tokenizer, sentences(["peter saw uno anna", "the cat ."], [0, 1]), 16)
     torch.manual_seed(0)
     tagger = FeatureModel(source.encoder(), 9, features).train()
+    words = tagger.words(problem)
+    batch = build_batch(problem.encoded, np.arange(2))
     arguments = (batch.input_ids_T, batch.segment_ids_T, batch.position_ids_T, batch.cu_seqlens, batch.max_seqlen)
-    _, states = source.encoder()(*arguments, output_hidden_states=True)
+    with torch.no_grad():
+        _, states = source.encoder().eval()(*arguments, output_hidden_states=True)
     expected = {
         "embeddings": states[0],
         "second-to-last": states[3],
@@ -108,17 +112,59 @@ def test_features_are_the_states_they_are_named_after(model: Path, features: str
         "weighted-last-four": torch.stack(states[1:]).mean(0),
         "concat-last-four": torch.cat(states[1:], dim=1),
         "weighted-all": torch.stack(states[1:]).mean(0),
-    }[features]
-    assert torch.allclose(tagger.mix(states), expected, atol=1e-6)
-    loss = tagger(batch).square().sum()
-    loss.backward()
+    }[features][problem.first_pieces]
+    both = words.batch(np.arange(2))
+    assert both.tokens == 7 and torch.allclose(tagger.mix(both.states), expected, atol=1e-5)
+    # In either order, the second example alone: the same words.
+    assert torch.equal(words.batch(np.array([1, 0])).states[0], both.states[0][[4, 5, 6, 0, 1, 2, 3]])
+    tagger(both).square().sum().backward()
     assert all(p.grad is None for p in tagger.encoder.parameters()) and tagger.classifier.weight.grad is not None
     tagger.eval()
     with torch.no_grad():
-        whole = tagger(batch)
-        assert whole.shape == (len(batch.input_ids_T), 9)
-        alone = tagger(build_batch(tag_problem(source.tokenizer, sentences(["the cat ."]), 16).encoded, np.arange(1)))
-    assert torch.allclose(whole[-5:], alone, atol=1e-5)
+        whole, alone = tagger(both), tagger(words.batch(np.array([1])))
+    assert whole.shape == (7, 9) and torch.allclose(whole[-3:], alone, atol=1e-5)
+
+
+def test_kept_states_give_the_losses_of_states_computed_anew(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature_model, "BILSTM_SIZE", 32)
+    monkeypatch.setattr(feature_model, "DROPOUT", 0.0)
+    source = ModelSource(model)
+    texts = ["peter saw uno .", "anna saw the cat", "the cat went to lima", "uno uno", "peter"]
+    problem = tag_problem(source.tokenizer, sentences(texts, [0, 1, 2, 3, 4]), 16)
+    recipe, frozen = Recipe(batch_size=2, learning_rate=1e-2, epochs=2), FrozenStates(["weighted-all"])
+    runs = [
+        finetune(source.encoder(), problem, recipe, seed=1, features="weighted-all", frozen=kept)
+        for kept in (frozen, frozen, None)
+    ]
+    assert runs[0].losses == runs[1].losses == runs[2].losses
+
+    # Plain code: the encoder runs for every batch, and torch's own BiLSTM reads packed sequences.
+    torch.manual_seed(1)
+    tagger = FeatureModel(source.encoder(), 9, "weighted-all")
+    plain = torch.nn.LSTM(32, 16, num_layers=2, bidirectional=True)
+    for layer in range(2):
+        for ours, suffix in ((tagger.bilstm.forwards, ""), (tagger.bilstm.backwards, "_reverse")):
+            for name, tensor in ours[layer].named_parameters():
+                getattr(plain, name.replace("l0", f"l{layer}{suffix}")).data.copy_(tensor.data)
+    first = epoch_batches(5, 2, 1, 0)[0]
+    batch = build_batch(problem.encoded, first)
+    arguments = (batch.input_ids_T, batch.segment_ids_T, batch.position_ids_T, batch.cu_seqlens, batch.max_seqlen)
+    with torch.no_grad():
+        _, states = tagger.encoder.eval()(*arguments, output_hidden_states=True)
+        tags = torch.from_numpy(problem.tags[ranges(problem.encoded.offsets[first], problem.encoded.lengths[first])])
+        mixed = torch.stack(states[1:]).mean(0)
+        rows = [
+            part[mask >= 0]
+            for part, mask in zip(
+                mixed.split(batch.cu_seqlens.diff().tolist()), tags.split(batch.cu_seqlens.diff().tolist()), strict=True
+            )
+        ]
+        packed = torch.nn.utils.rnn.pack_sequence(rows, enforce_sorted=False)
+        out = torch.cat(torch.nn.utils.rnn.unpack_sequence(plain(packed)[0]))
+        expected = torch.nn.functional.cross_entropy(tagger.classifier(out), tags[tags >= 0])
+    assert runs[0].losses[0] == pytest.approx(float(expected), abs=1e-5)
+    predicted = predict(runs[0].model, problem)
+    assert predicted.shape == (len(problem.encoded.ids), 9) and not predicted[problem.encoded.offsets[:-1]].any()
 
 
 def test_last_four_needs_four_layers(write_bert: Callable[..., Path], tmp_path: Path) -> None:
