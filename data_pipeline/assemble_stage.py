@@ -184,7 +184,7 @@ class IdPool:
 def make_block(pool: IdPool, pairs: Pairs, rule: MaskingRule, generators: list[np.random.Generator]) -> Block:
     """One block: the examples of these pairs, masked once per generator."""
     places, lengths = pool.places(pairs)
-    input_ids, begins = pool.ids[places], None if pool.begins is None else pool.begins[places]
+    input_ids, begins = pool.ids.take(places), None if pool.begins is None else pool.begins[places]
     sets: list[MaskSet] = [draw_masks(input_ids, lengths, rule, rng, begins) for rng in generators]
     none = [np.zeros(0, np.uint16)]
     return Block(

@@ -116,13 +116,13 @@ def draw_masks(
     """
     lengths = lengths.astype(np.int64)
     starts = np.cumsum(lengths) - lengths
-    candidates = rule.predictable[input_ids]
+    candidates = rule.predictable.take(input_ids)  # twice as fast as an index of 16 bits
     counts = np.minimum(
         prediction_counts(lengths, rule.probability, rule.limit), np.add.reduceat(candidates, starts, dtype=np.int64)
     )
     span = None
     if rule.whole_word or rule.spans:
-        begins = rule.word_starts[input_ids] if begins is None else begins.copy()
+        begins = rule.word_starts.take(input_ids) if begins is None else begins.copy()
         places, counts, span = _choose_words(begins, lengths, candidates, counts, rule, rng)
     else:
         places = _choose_tokens(lengths, candidates, counts, rng) + np.repeat(starts, counts)
@@ -174,10 +174,11 @@ def _choose_tokens(
     longest, most = int(lengths.max()), max(1, int(counts.max()))
     columns = np.arange(longest, dtype=np.uint64)
     table_EL = np.full((len(lengths), longest), _NEVER)
-    table_EL[columns < lengths[:, None]] = np.where(candidates, _random_keys(len(candidates), rng), _NEVER)
+    table_EL[np.arange(longest) < lengths[:, None]] = np.where(candidates, _random_keys(len(candidates), rng), _NEVER)
     table_EL &= ~_POSITION_MASK
     table_EL |= columns
-    smallest_EK = np.sort(np.partition(table_EL, most - 1, axis=1)[:, :most], axis=1)
+    table_EL.partition(most - 1, axis=1)
+    smallest_EK = np.sort(table_EL[:, :most], axis=1)
     chosen_EK = np.arange(most) < counts[:, None]
     positions_EK = np.sort(np.where(chosen_EK, smallest_EK & _POSITION_MASK, _NEVER), axis=1)
     return positions_EK[chosen_EK].astype(np.int64)

@@ -66,7 +66,9 @@ class BucketStats:
         self.counts["tokens"] += block.tokens
         self.counts["nsp_next"] += int((block.nsp_labels == NEXT).sum())
         self.counts["nsp_random"] += int((block.nsp_labels == RANDOM).sum())
-        self.counts["continuation_tokens"] += int(block.tokens - tokenizer.word_starts[block.input_ids].sum())
+        self.counts["continuation_tokens"] += block.tokens - int(
+            np.count_nonzero(tokenizer.word_starts.take(block.input_ids))
+        )
         self.lengths += np.bincount(block.lengths, minlength=len(self.lengths))
         lengths = block.lengths.astype(np.int64)
         starts = np.tile(np.cumsum(lengths) - lengths, len(block.mask_counts))

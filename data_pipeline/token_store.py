@@ -190,11 +190,12 @@ class TokenWriter:
         self._held, self._held_groups, self._held_tokens = [], [], 0
         order = np.argsort(groups, kind="stable")
         documents = documents.take(order)
-        document_ends = np.cumsum(np.bincount(groups, minlength=self._groups))
+        per_group = np.bincount(groups, minlength=self._groups)
+        document_ends = np.cumsum(per_group)
         sentence_ends = np.concatenate([[0], np.cumsum(documents.sentence_counts)])
         token_ends = np.concatenate([[0], np.cumsum(documents.sentence_lengths)])
         rows = np.zeros((self._groups, _COLUMNS), np.int64)
-        for group in np.unique(groups).tolist():  # most groups of a small corpus are empty
+        for group in np.flatnonzero(per_group).tolist():  # most groups of a small corpus are empty
             d0, d1 = int(document_ends[group - 1]) if group else 0, int(document_ends[group])
             s0, s1 = int(sentence_ends[d0]), int(sentence_ends[d1])
             n0, n1 = int(token_ends[s0]), int(token_ends[s1])

@@ -29,9 +29,6 @@ BATCH_CHARACTERS = 1_000_000
 """Text that is encoded at once: enough to keep the encoder busy, little beside what a segment holds."""
 
 
-_ASCII = bytes(range(128))
-
-
 def batches(documents: Iterable[Document], characters: int = BATCH_CHARACTERS) -> Iterator[list[Document]]:
     """Documents in lists of about this much text."""
     batch: list[Document] = []
@@ -109,9 +106,7 @@ def _encode(sentences: list[str], tokenizer: Tokenizer, counts: Counter[str]) ->
         if len(unknown):  # an over-long word is an unknown token, so only such sentences can hold one
             suspects = np.unique(np.searchsorted(np.cumsum(lengths), unknown, side="right"))
             counts["overlong_words"] += tokenizer.count_overlong_words([part[i] for i in suspects.tolist()])
-        # A mark is never ASCII, nor does it depend on what stands beside it: most text need not be looked at.
-        other = "".join(part).encode("utf-8", "replace").translate(None, _ASCII).decode("utf-8")
-        counts["removed_marks"] += tokenizer.count_removed_marks([other])
+        counts["removed_marks"] += tokenizer.count_removed_marks(part)
         all_ids.append(ids.astype(dtype))
         all_lengths.append(lengths)
         first = last

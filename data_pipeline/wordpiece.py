@@ -12,8 +12,9 @@ import os
 import re
 import tempfile
 import unicodedata
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -180,9 +181,7 @@ class WordPieceTokenizer(SpecialEntries):
 
         Looking at every text by itself would take as long as encoding it: first all are looked at together.
         """
-        together = "".join(texts)
-        others = together.encode("utf-8", "replace").translate(None, _ASCII).decode("utf-8")
-        characters = "".join({*others}) + ("\x7f" if "\x7f" in together else "")
+        characters = "".join({*beyond_ascii(texts)}) + ("\x7f" if "\x7f" in "".join(texts) else "")
         odd = set(GAPS.findall(characters))
         if not self.flags.split_cjk:
             odd.update(CJK.findall(characters))
@@ -288,14 +287,20 @@ def _orphans(tokens: Sequence[str]) -> re.Pattern[str] | None:
     return re.compile("[" + "".join(map(re.escape, sorted(found))) + "]") if found else None
 
 
-def count_marks(texts: Sequence[str]) -> int:
-    """Combining marks (category Mn) in the decomposed texts."""
-    return sum(
-        unicodedata.category(character) == "Mn"
-        for text in texts
-        if not text.isascii()
-        for character in unicodedata.normalize("NFD", text)
-    )
+def beyond_ascii(texts: Iterable[str]) -> str:
+    """The characters of these texts that are not ASCII, in order, lone surrogates left out."""
+    together = "".join([text for text in texts if not text.isascii()])
+    return together.encode("utf-8", "replace").translate(None, _ASCII).decode("utf-8")
+
+
+def count_marks(texts: Iterable[str]) -> int:
+    """Combining marks (category Mn) in the decomposed texts. No mark is ASCII, or depends on what stands beside it."""
+    return sum(count * _marks(character) for character, count in Counter(beyond_ascii(texts)).items())
+
+
+@lru_cache(maxsize=1 << 16)
+def _marks(character: str) -> int:
+    return sum(unicodedata.category(part) == "Mn" for part in unicodedata.normalize("NFD", character))
 
 
 def read_vocab(path: Path) -> list[str]:
