@@ -225,7 +225,7 @@ def write_bucket(
     writer: ShardWriter | None = None
     try:
         for number, start in enumerate(range(0, len(pairs.labels), settings.block_examples)):
-            chosen = pairs.take(np.arange(start, min(start + settings.block_examples, len(pairs.labels))))
+            chosen = pairs.take(slice(start, start + settings.block_examples))
             generators = [mask_rng(settings.seed, _MASKS, *place, number, s) for s in range(settings.mask_sets)]
             block = make_block(pool, chosen, rule, generators)
             stats.count_block(block, tokenizer)

@@ -59,7 +59,7 @@ class Pairs:
     truncated: int
     forced_random: int
 
-    def take(self, order: np.ndarray) -> Pairs:
+    def take(self, order: np.ndarray | slice) -> Pairs:
         """The pairs at these places, in this order; the counts stay those of all."""
         columns = {name: getattr(self, name)[order] for name in _COLUMNS}
         return replace(self, **columns)
