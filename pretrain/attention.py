@@ -277,8 +277,9 @@ def _padded(
 ) -> torch.Tensor:
     rows = qkv if plan.pad_R is None else _Repad.apply(qkv, plan.pad_R, plan.unpad_T)
     outputs = []
-    for group in plan.groups:
-        part = rows if len(plan.groups) == 1 else rows[group.start : group.start + group.count * group.length]
+    # Split at once: its gradient is one concatenation, that of slices a sum of padded ones.
+    parts = rows.split([group.count * group.length for group in plan.groups])
+    for group, part in zip(plan.groups, parts, strict=True):
         qkv_BL3NH = part.view(group.count, group.length, 3, heads, -1)
         mask = _group_mask(plan, group, causal, window)
         if dropout > 0.0 and qkv.device.type == "cpu":
@@ -294,46 +295,42 @@ def _padded(
 class _DroppedAttention(torch.autograd.Function):
     """Attention with dropout on the CPU, where scaled_dot_product_attention would fall back to slow generic code.
 
-    One batched product per head reads queries, keys and values where they lie, so nothing is transposed in memory, and
-    the factors 1/sqrt(H) and 1/share ride on the products. Kept for the backward pass: the probabilities and one byte
-    of mask an element.
+    Under autocast it computes in the type that it is given, all of it. Kept for the backward pass: queries, keys and
+    values head by head, and the probabilities, with a minus where they were dropped.
     """
 
     @staticmethod
+    @torch.autocast("cpu", enabled=False)
     def forward(ctx: Any, qkv_BL3NH: torch.Tensor, mask: torch.Tensor | None, probability: float) -> torch.Tensor:
         B, L, _, N, H = qkv_BL3NH.shape
-        scale = 1.0 / math.sqrt(H)
-        weights_NBLL = qkv_BL3NH.new_empty(N, B, L, L)
-        for head in range(N):
-            q, k = qkv_BL3NH[:, :, 0, head], qkv_BL3NH[:, :, 1, head].transpose(1, 2)
-            torch.baddbmm(weights_NBLL[head], q, k, beta=0.0, alpha=scale, out=weights_NBLL[head])
+        scale, share = 1.0 / math.sqrt(H), kept_share(probability)
+        q, k, v = qkv_BL3NH.permute(2, 0, 3, 1, 4).reshape(3, B * N, L, H).unbind(0)
+        weights = torch.baddbmm(q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0.0, alpha=scale)
         if mask is not None:
-            weights_NBLL.masked_fill_(~mask, torch.finfo(weights_NBLL.dtype).min)
-        torch.softmax(weights_NBLL, -1, out=weights_NBLL)
-        keep_NBLL = keep_mask(weights_NBLL.shape, probability)
-        dropped_NBLL = weights_NBLL * keep_NBLL
-        out = qkv_BL3NH.new_empty(B, L, N, H)
-        for head in range(N):
-            out[:, :, head] = torch.bmm(dropped_NBLL[head], qkv_BL3NH[:, :, 2, head])
-        ctx.save_for_backward(qkv_BL3NH, weights_NBLL, keep_NBLL)
-        ctx.scale, ctx.share = scale, kept_share(probability)
-        return out.mul_(1.0 / ctx.share).view(B * L, N * H)
+            weights.view(B, N, L, L).masked_fill_(~mask[:, None], torch.finfo(weights.dtype).min)
+        torch.softmax(weights, -1, out=weights)
+        signed = torch.where(keep_mask(weights.shape, probability), weights, weights.neg())
+        out = torch.bmm(torch.clamp(signed, min=0.0, out=weights), v).mul_(1.0 / share)
+        ctx.save_for_backward(q, k, v, signed)
+        ctx.sizes, ctx.scale, ctx.share = (B, L, N, H), scale, share
+        return out.view(B, N, L, H).transpose(1, 2).reshape(B * L, N * H)
 
     @staticmethod
+    @torch.autocast("cpu", enabled=False)
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        qkv_BL3NH, weights_NBLL, keep_NBLL = ctx.saved_tensors
-        B, L, _, N, H = qkv_BL3NH.shape
-        gradient_BLNH = gradients[0].view(B, L, N, H)
-        grad_qkv = torch.empty_like(qkv_BL3NH)
-        for head in range(N):
-            q, k, v = (qkv_BL3NH[:, :, part, head] for part in range(3))
-            weights, keep, gradient = weights_NBLL[head], keep_NBLL[head], gradient_BLNH[:, :, head]
-            grad_qkv[:, :, 2, head] = torch.bmm((weights * keep).transpose(1, 2), gradient).mul_(1.0 / ctx.share)
-            grad_weights = torch.baddbmm(weights, gradient, v.transpose(1, 2), beta=0.0, alpha=1.0 / ctx.share)
-            grad_scores = torch._softmax_backward_data(grad_weights.mul_(keep), weights, -1, weights.dtype)
-            grad_qkv[:, :, 0, head] = torch.bmm(grad_scores, k).mul_(ctx.scale)
-            grad_qkv[:, :, 1, head] = torch.bmm(grad_scores.transpose(1, 2), q).mul_(ctx.scale)
-        return grad_qkv, None, None
+        q, k, v, signed = ctx.saved_tensors
+        B, L, N, H = ctx.sizes
+        gradient = gradients[0].view(B, L, N, H).transpose(1, 2).reshape(B * N, L, H).mul(1.0 / ctx.share)
+        grad_qkv = gradient.new_empty(3, B * N, L, H)
+        kept = signed.clamp(min=0.0)
+        torch.bmm(kept.transpose(1, 2), gradient, out=grad_qkv[2])
+        grad_scores = torch.bmm(gradient, v.transpose(1, 2)).mul_(kept)
+        # Softmax: w * (g - sum(w * g)), where w * g is what stands in grad_scores.
+        sums = grad_scores.sum(-1, keepdim=True)
+        grad_scores.addcmul_(torch.abs(signed, out=kept), sums, value=-1.0).mul_(ctx.scale)
+        torch.bmm(grad_scores, k, out=grad_qkv[0])
+        torch.bmm(grad_scores.transpose(1, 2), q, out=grad_qkv[1])
+        return grad_qkv.view(3, B, N, L, H).permute(1, 3, 0, 2, 4).contiguous(), None, None
 
 
 def _reference(qkv_T3NH: torch.Tensor, plan: AttentionPlan, dropout: float, causal: bool, window: int) -> torch.Tensor:
