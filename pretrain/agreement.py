@@ -1,8 +1,9 @@
-"""All ranks run the same thing: settings, code, data and libraries compared before anything is built (R41)."""
+"""All ranks run the same thing: settings, code, data, libraries and environment compared before anything is built (R41)."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from pretrain.config import TrainConfig
 from pretrain.run_folder import changed_keys, versions
 
 _PACKAGES = ("pretrain", "data_pipeline", "cluster")
+_VARIABLES = ("DS_ACCELERATOR", "TRITON_INTERPRET", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+"""Of the environment, what changes which code or arithmetic a rank uses. DeepSpeed's launcher over pdsh hands on only names
+that begin as PYTHON, NCCL, UCX, MV2 do, so the other nodes may lack what the first one has."""
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -29,6 +33,8 @@ class Facts:
     vocabulary: str
     data: str
     versions: dict[str, str]
+    environment: dict[str, str]
+    """`_VARIABLES` that are set."""
 
 
 def code_fingerprint(root: Path = _ROOT) -> str:
@@ -42,7 +48,7 @@ def code_fingerprint(root: Path = _ROOT) -> str:
 
 
 def require_agreement(config: TrainConfig, *, vocabulary: str, data: str) -> None:
-    """Compare this rank's settings, code, vocabulary, data and libraries with rank 0's; every rank calls this.
+    """Compare this rank's settings, code, vocabulary, data, libraries and environment with rank 0's; every rank calls this.
 
     Raises:
         ConfigError: on every rank, naming the first rank that differs and in what.
@@ -55,6 +61,7 @@ def require_agreement(config: TrainConfig, *, vocabulary: str, data: str) -> Non
         vocabulary=vocabulary,
         data=data,
         versions=versions(),
+        environment={name: os.environ[name] for name in _VARIABLES if name in os.environ},
     )
     problem = first_difference(gather_objects(mine))
     if problem:
@@ -71,7 +78,8 @@ def first_difference(ranks: Sequence[Facts]) -> str:
             for name in ("code", "vocabulary", "data")
             if getattr(first, name) != getattr(other, name)
         ]
-        lines += changed_keys({"version of": first.versions}, {"version of": other.versions}, live=())
+        for kind in ("versions", "environment"):
+            lines += changed_keys({kind: getattr(first, kind)}, {kind: getattr(other, kind)}, live=())
         if lines:
             changes = "\n".join(f"  {line}" for line in lines)
             return (

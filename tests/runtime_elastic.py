@@ -24,6 +24,7 @@ from pretrain.trainer import train
 
 ELASTIC = ((0, 0), (1, 1), (2, 2), (3, 3), (1, 2), (2, 1))
 ON_FOUR = ((1, 2), (2, 1), (3, 3))
+ON_EIGHT = ((1, 1),)
 REFUSED = ((0, 1), (3, 1), (1, 3))
 
 
@@ -45,7 +46,8 @@ def halves(world: World, data: Path, out: Path) -> dict[str, Any]:
     opened, codes = RunData(_elastic_config(data, out / "whole", 1)), []
     if world.size == 1:
         codes = [train(opened.model_config(), world, opened, StopRequest())]
-    for stage in STAGES if world.size == 1 else {old for old, _ in ON_FOUR}:
+    later = {1: [(stage, stage) for stage in STAGES], 2: ON_FOUR, 4: ON_EIGHT}[world.size]
+    for stage in {old for old, _ in later}:
         config = _elastic_config(data, out / f"half-{stage}", stage)
         codes.append(train(RunData(config).model_config(), world, opened, StopAt(3)))
     return {"codes": codes, "ranks": world.size}
@@ -55,8 +57,8 @@ def elastic(world: World, data: Path, out: Path) -> dict[str, Any]:
     """R26: runs begun by `halves` on half as many ranks go on here, at the same and at another ZeRO stage."""
     results: dict[str, Any] = {}
     whole_run = out.parent / "one-rank" / "whole"
-    begun = whole_run.parent if world.size == 2 else out.parent / "two-ranks"
-    for old, new in (*ELASTIC, *REFUSED) if world.size == 2 else ON_FOUR:
+    begun = out.parent / {2: "one-rank", 4: "two-ranks", 8: "four-ranks"}[world.size]
+    for old, new in {2: (*ELASTIC, *REFUSED), 4: ON_FOUR, 8: ON_EIGHT}[world.size]:
         run = out / f"elastic-{old}-{new}"
         if world.rank == 0:
             shutil.copytree(begun / f"half-{old}", run)

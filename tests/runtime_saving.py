@@ -152,14 +152,14 @@ def refusing_disk(world: World, data: Path, out: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _signal_in_save(world: World) -> Iterator[None]:
-    """Rank 1 sends itself SIGUSR1 from inside its first fsync: in the middle of writing a checkpoint."""
-    sync, kept, sent = os.fsync, signal.getsignal(signal.SIGUSR1), []
+def _signal_in_save(world: World, number: signal.Signals) -> Iterator[None]:
+    """Rank 1 sends itself a signal from inside its first fsync: in the middle of writing a checkpoint."""
+    sync, kept, sent = os.fsync, signal.getsignal(number), []
 
     def signalling(descriptor: int) -> None:
         if world.rank == 1 and not sent:
             sent.append(True)
-            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), number)
         sync(descriptor)
 
     os.fsync = signalling  # type: ignore[assignment]
@@ -167,15 +167,15 @@ def _signal_in_save(world: World) -> Iterator[None]:
         yield
     finally:
         os.fsync = sync
-        signal.signal(signal.SIGUSR1, kept)
+        signal.signal(number, kept)
 
 
 def signalled_save(world: World, data: Path, out: Path) -> dict[str, Any]:
     """R40: the run stops after the next step with both checkpoints whole, and goes on to the same end as `asynchronous`'s."""
     results: dict[str, Any] = {}
-    for name, background in (("waiting", False), ("going_on", True)):
+    for name, background, number in (("waiting", False, signal.SIGUSR1), ("going_on", True, signal.SIGTERM)):
         run, saves = out / f"signalled-{name}", {"asynchronous": background}
-        with _signal_in_save(world):
+        with _signal_in_save(world, number):
             stop = StopRequest()
             stop.listen()
             codes = [_run(world, data, run, stop, deepspeed=zero(1), checkpoint=saves)]

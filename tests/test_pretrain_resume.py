@@ -38,7 +38,8 @@ PLANS = {
     "one-rank": "1:worked_example,equals_plain_torch,halves,phased,second_config,validated,spiked",
     "two-ranks": "2:worked_example,equals_plain_torch,resumed,overflow,faults,elastic,halves,agreement,timed,straggling,validated,"
     "asynchronous,refusing_disk,signalled_save",
-    "four-ranks": "4:elastic,tracked",
+    "four-ranks": "4:elastic,halves,tracked",
+    "eight-ranks": "8:elastic",
     "hung": "2:hung:fails",
 }
 
@@ -162,6 +163,10 @@ def test_r26_a_run_begun_on_two_ranks_goes_on_on_four(launches: dict[str, dict[s
     assert_went_on(launches["four-ranks"]["elastic"][stages])
 
 
+def test_r26_a_run_begun_on_four_ranks_goes_on_on_eight(launches: dict[str, dict[str, Any]]) -> None:
+    assert_went_on(launches["eight-ranks"]["elastic"]["1-1"])
+
+
 @pytest.mark.parametrize("stages", ["0-1", "3-1", "1-3"])
 def test_r26_what_cannot_be_carried_over_is_refused_and_nothing_is_touched(
     results: dict[str, Any], stages: str
@@ -188,6 +193,7 @@ def test_r26_only_zero_1_and_2_are_carried_into_each_other(results: dict[str, An
         ("one-rank/whole", 192),
         ("two-ranks/elastic-1-2", 192),
         ("four-ranks/elastic-2-1", 192),
+        ("eight-ranks/elastic-1-1", 192),
     ],
 )
 def test_every_example_once_an_epoch_over_stops_and_other_numbers_of_ranks(

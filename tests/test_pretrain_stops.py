@@ -140,7 +140,7 @@ def facts() -> Callable[..., object]:
 
     def make(**changed: object) -> Facts:
         same = {"host": "a", "config": {"optimizer": {"lr": 1.0}}, "code": "c" * 64, "vocabulary": "v" * 64}
-        return Facts(**{**same, "data": "d" * 64, "versions": {"torch": "1"}, **changed})  # type: ignore[arg-type]
+        return Facts(**{**same, "data": "d" * 64, "versions": {"torch": "1"}, "environment": {}, **changed})  # type: ignore[arg-type]
 
     return make
 
@@ -152,7 +152,8 @@ def facts() -> Callable[..., object]:
         ({"code": "x" * 64}, "code: cccc"),
         ({"vocabulary": "x" * 64}, "vocabulary: vvvv"),
         ({"data": "x" * 64}, "data: dddd"),
-        ({"versions": {"torch": "2"}}, "version of.torch: '1' -> '2'"),
+        ({"versions": {"torch": "2"}}, "versions.torch: '1' -> '2'"),
+        ({"environment": {"NVIDIA_TF32_OVERRIDE": "0"}}, "environment.NVIDIA_TF32_OVERRIDE: "),
     ],
 )
 def test_r41_the_first_differing_rank_is_named(
