@@ -17,8 +17,8 @@ from pretrain.run_folder import changed_keys, versions
 
 _PACKAGES = ("pretrain", "data_pipeline", "cluster")
 _VARIABLES = ("DS_ACCELERATOR", "TRITON_INTERPRET", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
-"""Of the environment, what changes which code or arithmetic a rank uses. DeepSpeed's launcher over pdsh hands on only names
-that begin as PYTHON, NCCL, UCX, MV2 do, so the other nodes may lack what the first one has."""
+"""Of the environment, what changes which code or arithmetic a rank uses. DeepSpeed's launcher over pdsh (0.19.8) hands on only
+names that begin as MLFLOW, PYTHON, NCCL, UCX, MV2 do, so the other nodes may lack what the first one has."""
 _ROOT = Path(__file__).resolve().parent.parent
 
 
