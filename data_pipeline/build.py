@@ -35,6 +35,7 @@ from data_pipeline.build_state import (
 from data_pipeline.clean_stage import DROPPED_NAME, INDEX_NAME, REPORT_NAME, CleanStep, DroppedDocuments, merge_notes
 from data_pipeline.config import ConfigError, PipelineConfig, add_config_arguments, load_pipeline_config
 from data_pipeline.corpus_files import find_files
+from data_pipeline.csv_rows import with_row_starts
 from data_pipeline.decontamination import MIN_WORDS, build_index
 from data_pipeline.execution import local_workers, run_tasks, start_early
 from data_pipeline.pairs import SingleDocumentError
@@ -119,6 +120,14 @@ class Build:
         with self.progress.stage("corpus: reading the documentation in this installation"):
             return find_inputs(corpus, corpus_dir)
 
+    def _reader(self, tasks: int, dropped: Path | None = None) -> ReadStep:
+        """The first step of a pipeline, with what its tasks must know to share a file."""
+        corpus = self.config.corpus
+        if corpus.source == "csv" and tasks > 1 and not any(file.rows for file in self.inputs):
+            with self.progress.stage("corpus: finding where rows begin"):
+                self.inputs = with_row_starts(self.inputs, corpus.encoding)
+        return ReadStep(corpus, self.inputs, dropped)
+
     def _clean(self) -> Path | None:
         """Stage 0; the list of documents to leave out, None where `[cleaning]` asks for nothing."""
         cleaning, folder = self.config.cleaning, self.source_dir / "cleaning"
@@ -144,7 +153,7 @@ class Build:
             self.progress.line(
                 f"warning: cleaning: nothing to look for in {', '.join(empty)}: no text of {MIN_WORDS} words"
             )
-        steps = [ReadStep(self.config.corpus, self.inputs), CleanStep(cleaning=cleaning, output_dir=folder)]
+        steps = [self._reader(tasks), CleanStep(cleaning=cleaning, output_dir=folder)]
         with self.progress.stage("cleaning") as advance:
             run_tasks(steps, tasks=tasks, data=self.config.data, state_dir=folder / "state", on_progress=advance)
         counts = merge_notes(folder, tasks, cleaning, texts)
@@ -213,7 +222,7 @@ class Build:
             self.progress.line(f"stage 1: {self.tokens_dir} is complete")
             return files
         remove_leftovers(self.tokens_dir)
-        read = ReadStep(config.corpus, self.inputs, self.dropped)
+        read = self._reader(tasks, self.dropped)
         steps = [
             read,
             TokenizeStep(

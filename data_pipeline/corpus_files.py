@@ -8,7 +8,7 @@ import posixpath
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 import fsspec
@@ -36,6 +36,7 @@ class InputFile:
         size: bytes as stored.
         modified: modification time or version as the file system tells it, "" where it does not.
         limit: bytes of the (uncompressed) content to read; None: all.
+        rows: of a CSV file that is cut, (offset, number) of some rows, ascending.
     """
 
     path: str
@@ -43,6 +44,7 @@ class InputFile:
     size: int
     modified: str
     limit: int | None = None
+    rows: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
 
     @property
     def compression(self) -> str | None:
@@ -188,13 +190,13 @@ def open_stored(file: InputFile) -> Iterator[IO[bytes]]:
         raise CorpusError(f"{file.path}: cannot read it: {error.strerror or error}") from error
 
 
-def line_chunks(handle: IO[bytes], start: int) -> Iterator[tuple[int, bytes]]:
-    """(offset, whole lines, about a megabyte of them at once) from the first line that begins at `start` or later."""
+def line_chunks(handle: IO[bytes], start: int, size: int = _CHUNK) -> Iterator[tuple[int, bytes]]:
+    """(offset, whole lines, about `size` bytes of them at once) from the first line that begins at `start` or later."""
     offset = 0
     if start:
         handle.seek(start - 1)
         offset = start - 1 + len(handle.readline())
-    while lines := handle.read(_CHUNK) + handle.readline():
+    while lines := handle.read(size) + handle.readline():
         yield offset, lines
         offset += len(lines)
 

@@ -129,7 +129,7 @@ def read_documents(
 def is_divisible(corpus: CorpusConfig, file: InputFile) -> bool:
     """Whether several tasks can read parts of a file; otherwise one task reads it whole."""
     if corpus.source in RECORD_SOURCES:
-        return divisible_records(corpus.source, file)
+        return divisible_records(corpus, file)
     return file.compression is None and not _wide(corpus.encoding)
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import codecs
-import csv
 import io
 import itertools
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import IO, Any
 
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpus_files import CorpusError, FileRange, InputFile, open_bytes
+from data_pipeline.csv_rows import csv_rows, is_divisible_table, require_column
 from data_pipeline.records import Document
 
 RECORD_SOURCES = frozenset({"file", "csv", "parquet", "wikitext", "mediawiki", "wet", "warc"})
@@ -33,18 +32,20 @@ _SUBTITLE = re.compile(r"^ (?:= ){2,}.*(?:= )+$")
 _JOINED = re.compile(r" @([-,.])@ ")
 
 
-def divisible_records(source: str, file: InputFile) -> bool:
-    """Whether parts of a file can be read by several tasks: Parquet by its row groups, dumps by their pages, crawls by their
-    gzip members."""
+def divisible_records(corpus: CorpusConfig, file: InputFile) -> bool:
+    """Whether parts of a file can be read by several tasks: tables by rows or row groups, dumps by their pages, crawls by
+    their gzip members."""
     if file.limit is not None:
         return False
+    if corpus.source == "csv":
+        return is_divisible_table(file, corpus.encoding)
     by_source: dict[str, tuple[str | None, ...]] = {
         "parquet": (None,),
         "mediawiki": (None, "bz2"),
         "wet": ("gzip",),
         "warc": ("gzip",),
     }
-    return file.compression in by_source.get(source, ())
+    return file.compression in by_source.get(corpus.source, ())
 
 
 def record_documents(corpus: CorpusConfig, part: FileRange, counts: Counter[str], errors: str) -> Iterator[Document]:
@@ -84,9 +85,12 @@ def _read(corpus: CorpusConfig, part: FileRange, counts: Counter[str], errors: s
         yield from (wet_documents if corpus.source == "wet" else warc_documents)(part, counts)
         return
     with open_bytes(part.file) as handle:
+        key = corpus.text_key
         if corpus.source == "parquet":
-            rows = _parquet_rows(handle, part, corpus.text_key)
-            yield from _documents_of_rows(rows, corpus.text_key, part.file, counts)
+            yield from _documents_of_rows(_parquet_rows(handle, part, key), key, part.file, counts)
+        elif corpus.source == "csv":
+            rows = csv_rows(handle, part, corpus.encoding, errors, key)
+            yield from _documents_of_rows(rows, key, part.file, counts)
         else:
             yield from _read_whole(corpus, part.file, handle, counts, errors)
 
@@ -96,10 +100,6 @@ def _read_whole(
 ) -> Iterator[Document]:
     # A byte order mark is no text.
     encoding = "utf-8-sig" if codecs.lookup(corpus.encoding).name == "utf-8" else corpus.encoding
-    if corpus.source == "csv":
-        text = io.TextIOWrapper(handle, encoding=encoding, errors=errors, newline="")
-        rows = enumerate(_csv_rows(text, file, corpus.text_key))
-        return _documents_of_rows(rows, corpus.text_key, file, counts)
     text = io.TextIOWrapper(handle, encoding=encoding, errors=errors, newline="\n")
     if corpus.source == "wikitext":
         return _wikitext_documents(text, file, counts)
@@ -167,18 +167,6 @@ def _documents_of_rows(
         yield Document(text=without_gutenberg_frame(text, counts), id=f"{file.name}:{number}", metadata=row)
 
 
-def _csv_rows(text: IO[str], file: InputFile, key: str) -> Iterator[dict[str, Any]]:
-    """Rows under the header; the delimiter is a tab in files named `.tsv`, else a comma."""
-    csv.field_size_limit(sys.maxsize)  # a field is a whole document
-    rows = csv.DictReader(text, delimiter="\t" if file.name.endswith(".tsv") else ",")
-    _require_column(key, rows.fieldnames or [], file)
-    try:
-        for row in rows:
-            yield {name: value for name, value in row.items() if name is not None}
-    except csv.Error as error:
-        raise CorpusError(f"{file.path}: not a CSV file after line {rows.line_num}: {error}") from error
-
-
 def _parquet_rows(handle: IO[bytes], part: FileRange, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number in the file, row) of the row groups that begin in a part."""
     import pyarrow.parquet as pq
@@ -186,7 +174,7 @@ def _parquet_rows(handle: IO[bytes], part: FileRange, key: str) -> Iterator[tupl
 
     try:
         table = pq.ParquetFile(handle)
-        _require_column(key, table.schema_arrow.names, part.file)
+        require_column(key, table.schema_arrow.names, part.file)
         number = 0
         for group in range(table.num_row_groups):
             about = table.metadata.row_group(group)
@@ -204,11 +192,3 @@ def _parquet_rows(handle: IO[bytes], part: FileRange, key: str) -> Iterator[tupl
 def _offset(column: Any) -> int:
     """First byte of a column of a row group in its file."""
     return column.dictionary_page_offset if column.has_dictionary_page else column.data_page_offset
-
-
-def _require_column(key: str, columns: Iterable[str], file: InputFile) -> None:
-    columns = list(columns)
-    if key not in columns:
-        raise CorpusError(
-            f"{file.path}: no column {key!r}; set corpus.text_key to the one that holds the text: {', '.join(columns)}"
-        )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import itertools
+import random
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from mwparserfromhell import nodes, parse
 from data_pipeline import corpus_files
 from data_pipeline.config import CorpusConfig, PipelineConfig
 from data_pipeline.corpus_files import CorpusError, FileRange, InputFile, find_files
+from data_pipeline.csv_rows import with_row_starts
 from data_pipeline.mediawiki import dump_documents
 from data_pipeline.plan import print_plan
 from data_pipeline.progress import BuildProgress
@@ -187,14 +190,54 @@ def test_tasks_share_one_file(
         shares = [[(d.id, d.text) for d in read_documents(corpus, inputs, task, 4)] for task in range(4)]
         assert all(shares) and sorted(itertools.chain(*shares)) == sorted(one)
     assert [i for i, _ in one][:2] == ["d.xml:1001", "d.xml:1002"]
-    (tmp_path / "b.csv").write_text("text\n" + "one,two\n" * 1000)
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(b"text\n" + b"one,two\n" * 1000))
     plan = {
-        "corpus": {"source": "csv", "paths": [str(tmp_path / "b.csv")]},
+        "corpus": {"source": "csv", "paths": [str(tmp_path / "b.csv.gz")]},
         "data": {"dir": str(tmp_path / "x"), "tasks": 3},
     }
     print_plan(PipelineConfig.model_validate(plan), BuildProgress())
     assert "1 of them cannot be divided and are read by one task each, the largest is" in capsys.readouterr().out
-    assert len(find_files([str(tmp_path / "b.csv")])) == 1
+    assert len(find_files([str(tmp_path / "b.csv.gz")])) == 1
+
+
+def random_table(rng: random.Random) -> bytes:
+    """Rows of fields with quotes, line ends, delimiters, marks and damaged bytes in them; now and then a quote out of place."""
+    end = rng.choice([b"\n", b"\r\n"])
+
+    def some(*pieces: bytes) -> bytes:
+        return b"".join(rng.choices(pieces, k=rng.randrange(6)))
+
+    def field() -> bytes:
+        if rng.random() < 0.5:
+            return b'"' + some(b"a b", b",", b"\n", b"\r\n", b"\r", b'""', b"\xff", b"\xc2\x85", codecs.BOM_UTF8) + b'"'
+        out_of_place = rng.choice([b'"', b'b"c', b' "d"', b"\r"]) if rng.random() < 0.003 else b""
+        return some(b"a", b"x y", b"\xc3\xa9", b"\xff", b"\v", b"\x1c", codecs.BOM_UTF8) + out_of_place
+
+    rows = [b",".join(field() for _ in range(rng.randrange(4))) for _ in range(60)]
+    header = rng.choice([b"n,text", b'"n","text"', b'"n,""\n",text'])
+    table = rng.choice([b"", codecs.BOM_UTF8]) + end.join([header, *rows]) + rng.choice([b"", end])
+    return table if rng.random() < 0.8 else table[: -rng.randrange(1, 9)]
+
+
+def test_tasks_share_the_rows_of_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random tables: the same documents, ids, columns and counts from one task and from many."""
+    monkeypatch.setattr(corpus_files, "MIN_RANGE_BYTES", 32)
+    rng, path, shared = random.Random(0), tmp_path / "t.csv", 0
+    corpus = CorpusConfig.model_validate({"source": "csv", "paths": (str(path),)})
+    for number in range(60):
+        path.write_bytes(random_table(rng))
+        inputs = find_inputs(corpus, tmp_path)
+        counts, again = Counter[str](), Counter[str]()
+        whole = [(d.id, d.text, d.metadata) for d in read_documents(corpus, inputs, counts=counts)]
+        inputs, tasks = with_row_starts(inputs, corpus.encoding), rng.randrange(2, 6)
+        shares = [
+            [(d.id, d.text, d.metadata) for d in read_documents(corpus, inputs, task, tasks, again)]
+            for task in range(tasks)
+        ]
+        shared += all(shares)
+        assert sorted(itertools.chain(*shares), key=str) == sorted(whole, key=str), number
+        assert again == counts and counts["undecodable_bytes"], number
+    assert shared > 30  # the others have a quote out of place, or few rows
 
 
 def tree_prose(source: str) -> str:
