@@ -36,7 +36,7 @@ def _is_utf8(encoding: str) -> bool:
 
 
 def with_row_starts(files: Iterable[InputFile], encoding: str) -> list[InputFile]:
-    """The files with places where rows begin, about one a megabyte, wherever that is large enough to be cut and divisible.
+    """The files with places where rows begin, some for each part, where a file is large enough to be cut and divisible.
 
     Raises:
         CorpusError: a file cannot be read.
@@ -66,7 +66,8 @@ def _row_starts(file: InputFile) -> tuple[tuple[int, int], ...]:
     allowed = np.zeros((2, 256), bool)  # what stands before a quote that opens a field, and after one that closes it
     allowed[:, [_QUOTE, _LF, *delimiter]] = True
     allowed[1, _CR] = True
-    size = max(corpus_files.MIN_RANGE_BYTES, file.size // _MAX_STARTS)
+    # Finer than parts are, so that those come out about equal.
+    size = max(corpus_files.MIN_RANGE_BYTES // 8, file.size // _MAX_STARTS)
     with open_bytes(file) as handle:
         for offset, lines in line_chunks(handle, 0, size):
             if offset == 0 and lines.startswith(codecs.BOM_UTF8):
