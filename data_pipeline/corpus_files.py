@@ -98,11 +98,17 @@ def _match(pattern: str, key: str) -> dict[str, tuple[int, str]]:
             raise
         raise CorpusError(f"{key}: {pattern}: cannot look it up: {error}") from error
     local = "file" in (system.protocol if isinstance(system.protocol, tuple) else (system.protocol,))
-    files = {
-        (path if local else system.unstrip_protocol(path)): (int(info["size"]), _modified(info))
-        for path, info in details.items()
-        if info["type"] == "file" and not posixpath.basename(path).startswith(".")
-    }
+    files = {}
+    for path, info in details.items():
+        if posixpath.basename(path).startswith("."):
+            continue
+        if info.get("islink"):
+            # A folder's listing tells of the link itself.
+            info = system.info(path) if system.exists(path) else {"type": "missing"}
+            if info["type"] != "file":
+                raise CorpusError(f"{key}: {path}: a link that leads to no file; name what it leads to, or remove it")
+        if info["type"] == "file":
+            files[path if local else system.unstrip_protocol(path)] = int(info["size"]), _modified(info)
     if not files:
         raise CorpusError(f"{key}: {pattern}: no file matches")
     return files

@@ -121,6 +121,23 @@ def test_max_megabytes_takes_the_first_documents(tmp_path):
     assert sorted(d.id for d in read(tmp_path, tasks=3, max_megabytes=0.02)) == sorted(some)
 
 
+def test_links_are_followed_to_files_only(tmp_path):
+    (tmp_path / "elsewhere.txt").write_text("linked\n")
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "plain.txt").write_text("plain\n")
+    (folder / "link.txt").symlink_to(tmp_path / "elsewhere.txt")
+    assert [d.text for d in read(folder)] == ["linked", "plain"]
+    assert [d.id for d in read(folder / "*.txt")] == ["link.txt:0", "plain.txt:0"]
+    before = find_inputs(CorpusConfig(source="text", paths=(str(folder),)), tmp_path)
+    (tmp_path / "elsewhere.txt").write_text("another text\n")
+    after = find_inputs(CorpusConfig(source="text", paths=(str(folder),)), tmp_path)
+    assert [a == b for a, b in zip(before, after, strict=True)] == [False, True] and after[0].size == 13
+    (folder / "nowhere.txt").symlink_to(tmp_path / "missing")
+    with pytest.raises(CorpusError, match=r"nowhere\.txt: a link that leads to no file"):
+        read(folder)
+
+
 def test_errors_name_the_path(tmp_path):
     with pytest.raises(CorpusError, match=r"corpus\.paths: .*missing: no such file or folder"):
         read(tmp_path / "missing")
