@@ -137,16 +137,26 @@ def plan_attention(
     return plan
 
 
+_SMALL_GROUP = 64
+"""Tokens that a row group should have: with fewer, its calls cost more than copying its rows."""
+
+
 def _group_rows(plan: AttentionPlan, tokens: int) -> None:
-    """Group examples of similar length: a row holds at most an eighth (or 8 tokens) of padding."""
+    """Group examples of similar length: a row holds at most an eighth (or 8 tokens) of padding.
+
+    Where examples come by falling length, as in evaluation, groups of equal lengths need no copy at all and are taken unless
+    they get too small.
+    """
     starts = plan.cu_seqlens[:-1].long()
     lengths = (plan.cu_seqlens[1:] - plan.cu_seqlens[:-1]).long()
     order = torch.argsort(lengths, descending=True, stable=True)
     ordered = lengths[order].tolist()
+    in_place = bool((lengths[1:] <= lengths[:-1]).all()) and tokens >= _SMALL_GROUP * len(set(ordered))
     pieces, masks, first = [], [], 0
     while first < len(ordered):
         longest, end = ordered[first], first
-        while end < len(ordered) and ordered[end] >= longest - max(8, longest // 8):
+        least = longest if in_place else longest - max(8, longest // 8)
+        while end < len(ordered) and ordered[end] >= least:
             end += 1
         members = order[first:end]
         offsets = torch.arange(longest)

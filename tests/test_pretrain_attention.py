@@ -21,7 +21,7 @@ from pretrain.attention import (
 from pretrain.dropout import dropout, dropout_add, keep_mask, kept_share
 
 HEADS, WIDTH = 2, 8
-LENGTHS = [[5, 5, 5], [7, 3, 64, 60, 61, 3], [1, 9]]
+LENGTHS = [[33, 33, 32, 32, 31, 31], [5, 5, 5], [7, 3, 64, 60, 61, 3], [1, 9]]
 KINDS = [(False, 0), (True, 0), (False, 4), (True, 6)]
 
 
@@ -81,6 +81,15 @@ def test_equal_lengths_are_not_copied():
     plan = plan_attention(ends([6, 6]), 6, 12, torch.float32, 0.0)
     assert plan.pad_R is None
     assert plan.groups[0].key_mask_BL is None
+    # Falling lengths in large groups neither; in small groups rows are padded and fewer.
+    large, small = [40] * 5 + [39] * 4 + [20] * 9, [9, 8, 7, 6]
+    plan = plan_attention(ends(large), 40, sum(large), torch.float32, 0.0)
+    assert plan.pad_R is None and [(g.start, g.count, g.length) for g in plan.groups] == [
+        (0, 5, 40),
+        (200, 4, 39),
+        (356, 9, 20),
+    ]
+    assert plan_attention(ends(small), 9, sum(small), torch.float32, 0.0).pad_R is not None
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
