@@ -13,6 +13,7 @@ import pytest
 from data_pipeline.config import TokenizerConfig
 from data_pipeline.tokenizer import import_tokenizer
 from eval.run import main
+from eval.score import main as score_main
 from eval.squad_answers import SquadProblem, baseline_answers, decode, predictions, score_answers, squad_problem
 from eval.squad_data import SquadData, SquadExample, read_squad
 
@@ -104,15 +105,22 @@ def write_squad(path: Path, number: int, version: str) -> None:
 
 
 @pytest.mark.slow
-def test_squad_runs_as_a_task(model: Path, tmp_path: Path) -> None:
+def test_squad_runs_as_a_task(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "squad").mkdir()
     write_squad(tmp_path / "squad" / "train-v2.0.json", 300, "2.0")
     write_squad(tmp_path / "squad" / "dev-v2.0.json", 60, "2.0")
     arguments = ["--model", str(model), "--data", str(tmp_path), "--output", str(tmp_path / "out"), "--device", "cpu"]
     fast = ["--max-length", "96", "--stride", "8", "--learning-rate", "0.003", "--epochs", "4", "--batch-size", "8"]
-    assert main([*arguments, "--tasks", "squad2.0", *fast]) == 0
+    assert main([*arguments, "--tasks", "squad2.0", *fast, "--predictions"]) == 0
     (path,) = (tmp_path / "out" / "SQuAD2.0").glob("seed-*.json")
     dev = json.loads(path.read_text())["splits"]["dev"]
     assert dev["n"] == 60 and dev["metrics"]["f1"]["value"] > 0.9 and dev["baseline"]["f1"]["value"] == 0.5
     assert dev["metrics"]["best_f1"]["value"] >= dev["metrics"]["f1"]["value"]
     assert dev["details"]["HasAns_total"] == 30 and "best_f1_thresh" in dev["details"]
+    # The prediction file scores as the run did.
+    capsys.readouterr()
+    predicted = path.with_suffix("") / "dev.predictions.json"
+    assert score_main(["squad", str(tmp_path / "squad" / "dev-v2.0.json"), str(predicted)]) == 0
+    scores = json.loads(capsys.readouterr().out)
+    assert scores == {key: value for key, value in dev["details"].items() if not key.startswith("best_")}
+    assert scores["f1"] == pytest.approx(100 * dev["metrics"]["f1"]["value"])
