@@ -59,9 +59,12 @@ def dropout(x: torch.Tensor, probability: float, training: bool) -> torch.Tensor
 
 
 def dropout_add(x: torch.Tensor, residual: torch.Tensor, probability: float, training: bool) -> torch.Tensor:
-    """`residual + dropout(x)`: the end of every sublayer, in one pass on the CPU."""
+    """`residual + dropout(x)`: the end of every sublayer, in one pass on the CPU; where no gradient is asked for and nothing
+    is dropped, `x` is overwritten with it."""
     if not training or probability == 0.0:
-        return residual + x
+        if torch.is_grad_enabled() or x.dtype != residual.dtype:
+            return residual + x
+        return x.add_(residual)
     if x.device.type == "cpu" and x.dtype == residual.dtype:
         return _DropoutAdd.apply(x, residual, probability)
     return residual + F.dropout(x, probability, True)

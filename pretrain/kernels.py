@@ -149,7 +149,11 @@ class GeluLinear(nn.Linear):
     def forward(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:  # type: ignore[override]
         """(T, inputs) to (T, outputs)."""
         if kernels.layers == "torch":
-            return _gelu(super().forward(x), self.tanh, self.gated)
+            inner = super().forward(x)
+            if self.gated or torch.is_grad_enabled():
+                return _gelu(inner, self.tanh, self.gated)
+            # Nobody else holds the product: it is overwritten.
+            return torch.ops.aten.gelu_(inner, approximate="tanh" if self.tanh else "none")
         inner = F.linear(x, self.weight)
         if kernels.layers == "triton":
             from pretrain.triton_gelu import bias_gelu

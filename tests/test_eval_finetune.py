@@ -15,7 +15,7 @@ import torch
 from eval.finetune import epoch_batches, finetune, total_steps
 from eval.metrics import compute
 from eval.model import TaskModel
-from eval.packing import Encoded, encode_examples
+from eval.packing import Encoded, build_batch, encode_examples
 from eval.predict import predict
 from eval.problems import ChoiceProblem, ClassProblem, RegressionProblem, SpanProblem, TagProblem
 from eval.run import main
@@ -160,6 +160,11 @@ def test_r33_batches_do_not_matter_and_every_example_comes_once(source: ModelSou
     whole = predict(model, problem)
     assert whole.shape == (22, 2)
     assert np.allclose(whole, predict(model, problem, tokens=40), atol=1e-6)
+    # What prediction overwrites is nowhere read again.
+    batch = build_batch(problem.encoded, np.arange(22))
+    with torch.no_grad():
+        overwritten = model.eval()(batch)
+    assert torch.equal(overwritten, model(batch)) and np.allclose(whole, overwritten.numpy(), atol=1e-6)
     tokens = predict(TaskModel(source.encoder(), 3, per_token=True), problem, tokens=40)
     assert tokens.shape == (len(problem.encoded.ids), 3)
 
