@@ -125,7 +125,7 @@ class Build:
         corpus = self.config.corpus
         if corpus.source == "csv" and tasks > 1 and not any(file.rows for file in self.inputs):
             with self.progress.stage("corpus: finding where rows begin"):
-                self.inputs = with_row_starts(self.inputs, corpus.encoding)
+                self.inputs = with_row_starts(self.inputs, corpus.encoding, self.progress.line)
         return ReadStep(corpus, self.inputs, dropped)
 
     def _clean(self) -> Path | None:

@@ -13,7 +13,7 @@ import csv
 import io
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import IO, Any
 
@@ -35,18 +35,25 @@ def _is_utf8(encoding: str) -> bool:
     return codecs.lookup(encoding).name in ("utf-8", "utf-8-sig")
 
 
-def with_row_starts(files: Iterable[InputFile], encoding: str) -> list[InputFile]:
+def with_row_starts(files: Iterable[InputFile], encoding: str, note: Callable[[str], object] = str) -> list[InputFile]:
     """The files with places where rows begin, some for each part, where a file is large enough to be cut and divisible.
+
+    Args:
+        files: of the corpus.
+        encoding: of the files.
+        note: told about a file in which no place is known, so that one task reads all of it.
 
     Raises:
         CorpusError: a file cannot be read.
     """
-    return [
-        replace(file, rows=_row_starts(file))
-        if file.size >= 2 * corpus_files.MIN_RANGE_BYTES and is_divisible_table(file, encoding)
-        else file
-        for file in files
-    ]
+    found = []
+    for file in files:
+        if file.size >= 2 * corpus_files.MIN_RANGE_BYTES and is_divisible_table(file, encoding):
+            file = replace(file, rows=_row_starts(file))
+            if not file.rows:
+                note(f"{file.path}: read by one task: a quote out of place, or a lone CR, hides where rows begin")
+        found.append(file)
+    return found
 
 
 def _delimiter(file: InputFile) -> str:

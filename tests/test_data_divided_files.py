@@ -237,6 +237,10 @@ def test_tasks_share_the_rows_of_one_table(tmp_path: Path, monkeypatch: pytest.M
         shared += all(shares)
         assert sorted(itertools.chain(*shares), key=str) == sorted(whole, key=str), number
         assert again == counts and counts["undecodable_bytes"], number
+    path.write_bytes(b"text\n" + b'a 5" screen\n' * 20)
+    notes: list[str] = []
+    (file,) = with_row_starts(find_inputs(corpus, tmp_path), "utf-8", notes.append)
+    assert not file.rows and "read by one task" in notes[0]
     assert shared > 30  # the others have a quote out of place, or few rows
 
 
