@@ -46,7 +46,10 @@ def describe(run_dir: Path, *, now: float | None = None) -> str:
     rows = [
         ("run", f"{record['name']}, {record.get('parameters', 0):,} parameters, {len(record.get('starts', []))} starts")
     ]
-    rows.append(("state", _state(train, checkpoints, total, config["train"]["log_every"], now)))
+    heard = max(
+        (float(line["time"]) for line in (lines[-1:] + record.get("starts", [])[-1:]) if "time" in line), default=now
+    )
+    rows.append(("state", _state(train, checkpoints, total, config["train"]["log_every"], now - heard)))
     if train:
         rows += _progress(train[-1], total)
         rows += _machine(next((line["system"] for line in reversed(train) if "system" in line), {}))
@@ -77,19 +80,21 @@ def _records(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _state(train: Sequence[dict[str, Any]], checkpoints: Sequence[Path], total: int, log_every: int, now: float) -> str:
+def _state(
+    train: Sequence[dict[str, Any]], checkpoints: Sequence[Path], total: int, log_every: int, quiet: float
+) -> str:
+    """What the run does; `quiet`: seconds since its last line of metrics or its last start."""
     saved = checkpoint.step_of(checkpoints[-1]) if checkpoints else None
     if saved == total:
         return "complete"
     if not train:
-        return "no step yet"
+        return f"no step yet, started {_duration(quiet)} ago"
     last = train[-1]
     if saved == last["step"] and last.get("budget_seconds_left", 1) <= 0:
         return "complete: the time budget is used up"
-    quiet = now - float(last["time"])
     if quiet > max(_QUIET_STEPS * log_every * float(last["step_seconds"]), 60.0):
         return f"silent for {_duration(quiet)}: stopped or dead; the same command goes on from the newest checkpoint"
-    return f"running, last line {_duration(quiet)} ago"
+    return f"running, last sign {_duration(quiet)} ago"
 
 
 def _progress(last: dict[str, Any], total: int) -> list[tuple[str, str]]:

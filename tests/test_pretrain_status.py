@@ -36,7 +36,7 @@ def test_a_running_run_at_a_glance(run: Path) -> None:
     assert describe(run.parent, now=1030.0) == text
     for words in (
         "1,234 parameters, 2 starts",
-        "running, last line 0:00:30 ago",
+        "running, last sign 0:00:30 ago",
         "20 of 100 (20.0%), 0:02:40 left",
         "gradient inf",
         "step 20: MLM loss nan, best 3.0000 at step 10",
@@ -54,6 +54,20 @@ def test_a_dead_and_a_complete_run(run: Path) -> None:
     assert "silent for 1:00:00: stopped or dead" in describe(run, now=4600.0)
     (run / "checkpoints" / "step-000000100").mkdir()
     assert "complete" in describe(run, now=4600.0)
+
+
+def test_starting_and_validating_are_signs_of_life(run: Path) -> None:
+    """Before the first step of all, and in a start or a validation that takes longer than many steps."""
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**record, "starts": [{"time": 100.0}, {"time": 4570.0}]}))
+    assert "running, last sign 0:00:30 ago" in describe(run, now=4600.0)
+    with open(run / "metrics.jsonl", "w") as file:
+        file.write(
+            json.dumps(LINE) + "\n" + json.dumps({"kind": "validation", "step": 20, "time": 5000.0, "mlm_loss": 2.0})
+        )
+    assert "running, last sign 0:00:10 ago" in describe(run, now=5010.0)
+    (run / "metrics.jsonl").unlink()
+    assert "no step yet, started 2:00:00 ago" in describe(run, now=4570.0 + 7200)
 
 
 def test_a_run_with_a_time_budget(run: Path) -> None:
