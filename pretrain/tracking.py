@@ -55,18 +55,35 @@ class MetricsFile:
         if path.exists():
             kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= after_step]
             write_text(path, "".join(line + "\n" for line in kept))
-        self._handle = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._unwritten = b""
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record; it is in the file when this returns."""
-        self._handle.write(to_json(record) + "\n")
-        self._handle.flush()
+    def write(self, record: Mapping[str, Any]) -> str:
+        """Append one record; it is in the file when this returns, or kept until the disk takes it.
 
-    def close(self) -> None:
-        """Sync and close."""
-        self._handle.flush()
-        os.fsync(self._handle.fileno())
-        self._handle.close()
+        Returns:
+            What stands in the way, for example a full disk; empty where all is well. A line of metrics is no reason to end
+            a run: the next checkpoint is, where the disk is still full.
+        """
+        self._unwritten += to_json(record).encode() + b"\n"
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
+        except OSError as error:
+            return f"{self.path} cannot be written ({error}); its lines are kept until it can be"
+        return ""
+
+    def close(self) -> str:
+        """Write what was kept, sync and close; what stood in the way, as `write`."""
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
+            os.fsync(self._file)
+        except OSError as error:
+            return f"{self.path} lacks {len(self._unwritten):,} bytes at its end ({error})"
+        finally:
+            os.close(self._file)
+        return ""
 
 
 def _step(line: str) -> float:
@@ -228,9 +245,9 @@ class MlflowForwarder(threading.Thread):
         client = open_client(self._uri)
         experiment_id = open_experiment(client, self._uri, self._experiment)
         run_id = self._position.run_id
-        if run_id:
-            client.update_run(run_id, status="RUNNING")
-        else:
+        if run_id and not _go_on_with(client, run_id):
+            run_id = ""  # another store than before, or an emptied one: it gets all of the run
+        if not run_id:
             run_id = client.create_run(experiment_id, run_name=self._run_name, tags=self._tags).info.run_id
             self._keep(_Position(run_id, 0))
         self._send_params(client, run_id)
@@ -283,6 +300,19 @@ class MlflowForwarder(threading.Thread):
     def _keep(self, position: _Position) -> None:
         self._position = position
         write_text(self._dir / "tracking.json", json.dumps(position._asdict()) + "\n")
+
+
+def _go_on_with(client: Any, run_id: str) -> bool:
+    """Set an MLflow run to running; false where the store does not know it."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.update_run(run_id, status="RUNNING")
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return False
+    return True
 
 
 def _read_position(run_dir: Path) -> _Position:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -137,6 +138,22 @@ def test_a_resumed_run_keeps_one_history(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_full_disk_ends_no_run_and_loses_no_line(tmp_path: Path) -> None:
+    """The operating system refuses in the middle of a line; later there is room."""
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    assert metrics.write({"step": 1}) == ""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
+    try:
+        problem = metrics.write({"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(path) in problem and "its lines are kept" in problem
+    assert metrics.write({"step": 3}) == "" and metrics.close() == ""
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
 def test_the_machines_figures_are_read_once_in_ten_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("pretrain.system_metrics.time.monotonic", lambda: now[0])
@@ -201,6 +218,12 @@ def test_r28_r29_r30_a_run_reaches_the_store_whole_and_a_resumed_one_continues_i
     assert data.tags["config_sha256"] == hashlib.sha256(stored.encode()).hexdigest()
     (used,) = found.inputs.dataset_inputs
     assert used.dataset.name == "runs/demo/data" and used.dataset.digest == "f" * 36
+
+    (run / "tracking.json").write_text(json.dumps({"run_id": "f" * 32, "offset": 10}))  # as another store called it
+    third = forward(run, store, added=2)
+    assert third.close(timeout=300), third.problem
+    (other,) = (run for run in runs_of(store, tmp_path.name) if run.info.run_id != info.run_id)
+    assert [metric.step for metric in client.get_metric_history(other.info.run_id, "train/loss")] == [1, 2]
 
 
 class Gate:
