@@ -13,19 +13,10 @@ from typing import Any
 from data_pipeline.config import ConfigError
 from pretrain.checkpoint import TrainerState
 from pretrain.config import TrainConfig
-from pretrain.run_folder import changed_keys
+from pretrain.run_folder import SAME_RESULTS, changed_keys
 from pretrain.snapshot import Found, Progress
 
-_FREE = (
-    "preset",
-    "init_from",
-    "hidden_dropout",
-    "attention_dropout",
-    "kernels",
-    "head_chunk",
-    "activation_checkpointing",
-    "initializer_range",
-)
+_FREE = (*SAME_RESULTS, "preset", "init_from", "hidden_dropout", "attention_dropout", "initializer_range")
 """Keys of `[model]` that change neither the tensors nor what they mean."""
 
 

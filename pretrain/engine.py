@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import logging
 import math
 import os
@@ -205,9 +206,24 @@ class TrainEngine:
         )
         if self.stage == 0:
             optimizer.state.clear()  # of the step at rate 0, see `build_optimizer`: the first real step is number 1
+        self._count_at_the_floor()
         self._files = HeldFiles(self._engine)
         # Without ZeRO and without loss scaling DeepSpeed runs the optimizer bare and never looks at the gradient.
         self._plain = self.stage == 0 and self.precision == "fp32"
+
+    def _count_at_the_floor(self) -> None:
+        """An overflow at the lowest loss scale is a skipped step like any other, where DeepSpeed's ZeRO would raise."""
+        scaler: Any = getattr(self._engine.optimizer, "loss_scaler", None)
+        if hasattr(scaler, "raise_error_at_min_scale"):
+            scaler.raise_error_at_min_scale = False
+
+    def release(self) -> None:
+        """Give the device's memory back: another engine follows in this process. Every rank calls this; no call follows."""
+        self._engine.destroy()  # its hooks hold the model in cycles that no collector sees
+        del self._engine, self._files
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @property
     def accumulation(self) -> int:
@@ -349,6 +365,7 @@ class TrainEngine:
         self._engine._config.load_universal_checkpoint = universal
         path, _ = self._engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
         self._engine._config.load_universal_checkpoint = False
+        self._count_at_the_floor()  # ZeRO takes the checkpoint's loss scaler for its own
         if path is None:
             raise RuntimeError(f"{folder / tag}: DeepSpeed found no checkpoint to load")
         if universal:

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 
 from cluster.world import World
+from data_pipeline.config import ConfigError
 from pretrain import collectives, continuation, engine
 from pretrain.agreement import require_agreement
 from pretrain.checkpoint import list_steps, require_space
 from pretrain.config import TrainConfig
+from pretrain.distillation import DistillationObjective
+from pretrain.encoder import BertForPreTraining
 from pretrain.engine import TrainEngine
 from pretrain.kernels import describe_kernels
 from pretrain.parameter_groups import parameter_groups
@@ -56,8 +59,8 @@ class Job:
         """Append a record to metrics.jsonl and show it."""
         if self.system is not None and record["kind"] == "train" and (system := self.system.read()):
             record = {**record, "system": system}
-        if self.metrics is not None:
-            self.metrics.write(record)
+        if self.metrics is not None and (problem := self.metrics.write(record)):
+            self.display.say(problem)
         if self.forwarder is not None:
             self.forwarder.notify()
         (self.display.train if record["kind"] == "train" else self.display.validation)(record)
@@ -66,8 +69,8 @@ class Job:
         """Finish metrics and tracking; `status` is FINISHED, KILLED (may go on) or FAILED."""
         if self.samples is not None:
             self.samples.close()
-        if self.metrics is not None:
-            self.metrics.close()
+        if self.metrics is not None and (problem := self.metrics.close()):
+            self.display.say(problem)
         timeout = 30 if status == "FINISHED" else 5  # a signal leaves little time, and nothing is lost without MLflow
         if self.forwarder is not None and not self.forwarder.close(status, timeout=timeout):
             reason = self.forwarder.problem or "it is slow"
@@ -87,6 +90,7 @@ def prepare(config: TrainConfig, world: World, data: RunData, stop: StopRequest,
         CheckpointError: the disk is too small for the checkpoints.
     """
     require_agreement(config, vocabulary=data.index.info.tokenizer, data=data.fingerprint)
+    data.require_ranks(world)
     collectives.on_every_rank(lambda: data.verify_sample(world))
     say = _say if world.rank == 0 else _silent
     origin = None
@@ -97,15 +101,20 @@ def prepare(config: TrainConfig, world: World, data: RunData, stop: StopRequest,
     found = find(folder.checkpoints, folder.run_id, say)
     if found is None and config.run.continues:
         found = origin = origin or _earlier(config, data, say)
+    if found is not None and found.state.step > config.train.steps:
+        raise ConfigError(
+            f"{found.folder}: this run is at step {found.state.step}, past train.steps={config.train.steps}; raise it, or name "
+            "another run.dir"
+        )
     whole, fresh = config, found is None
     phase = phase_at(phases_of(whole), found.state.step if found else 0)
     config = phase.config
     if whole.phases:
         data = RunData(config)
-    model = starting_model(config, fresh=fresh, say=say)
-    objective = teaching_objective(model, config, fresh=fresh, say=say)
+    model, objective = _built_everywhere(config, fresh=fresh, say=say)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    count = config.checkpoint.keep + config.checkpoint.keep_best + 1  # one is being written
+    saves = config.checkpoint
+    count = saves.keep + saves.keep_best + len(set(saves.pinned)) + 1  # one is being written
     collectives.on_rank_zero(lambda: require_space(folder.checkpoints, parameters=parameters, count=count))
     groups = parameter_groups(model, config.optimizer.weight_decay)
     trainer = TrainEngine(model, groups, config=config, world=world, device=device, objective=objective)
@@ -147,6 +156,20 @@ def prepare(config: TrainConfig, world: World, data: RunData, stop: StopRequest,
     return job
 
 
+def _built_everywhere(
+    config: TrainConfig, *, fresh: bool, say: Callable[[str], None]
+) -> tuple[BertForPreTraining, DistillationObjective | None]:
+    """Model and objective; what one node's files do not allow is every rank's error."""
+    built: list[tuple[BertForPreTraining, DistillationObjective | None]] = []
+
+    def build() -> None:
+        model = starting_model(config, fresh=fresh, say=say)
+        built.append((model, teaching_objective(model, config, fresh=fresh, say=say)))
+
+    collectives.on_every_rank(build)
+    return built[0]
+
+
 def _earlier(config: TrainConfig, data: RunData, say: Callable[[str], None]) -> Found | None:
     """The checkpoint of another run that a new one begins with; every rank calls this."""
     found = find(*collectives.on_rank_zero(lambda: continuation.earlier_run(config)), say)
@@ -155,7 +178,12 @@ def _earlier(config: TrainConfig, data: RunData, say: Callable[[str], None]) -> 
 
 
 def _open_folder(config: TrainConfig, data: RunData) -> dict[str, Any]:
-    folder = open_run(config, tokenizer=data.index.info.tokenizer, data=data.fingerprint)
+    try:
+        folder = open_run(config, tokenizer=data.index.info.tokenizer, data=data.fingerprint)
+    except OSError as error:
+        raise ConfigError(
+            f"key 'run.dir': {config.run.dir} cannot be written ({error}); name another folder"
+        ) from error
     for line in folder.record["changes"]:
         _say(f"changed since the last start: {line}")
     if data.held_out is not None and folder.record.get("unigram_loss") is None:

@@ -9,6 +9,7 @@ DeepSpeed's launcher makes of them: pretrain/stops.py.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import sys
@@ -28,6 +29,7 @@ from pretrain import checkpoint
 from pretrain.config import TrainConfig, load_config
 from pretrain.deepspeed_config import deepspeed_config
 from pretrain.phases import phases_of
+from pretrain.run_folder import fixed_changes
 from pretrain.run_tracking import send_rest
 from pretrain.stops import EXIT_DONE, EXIT_FAULT, EXIT_NOT_SAVED, EXIT_USAGE, StopRequest, TrainingFault
 
@@ -85,11 +87,9 @@ def _run(config: TrainConfig, world: World, *, dry_run: bool) -> int:
 
     try:
         code = train(config, world, data, stop)
-    except (
-        _EXPECTED
-    ):  # all ranks are here; after any other error some may not be, and leaving the group could wait for them
-        stop_ranks()
-        raise
+    except _EXPECTED as error:
+        # all ranks are here; after any other error some may not be, and leaving the group could wait for them
+        code = _report(error, everywhere=True)
     stop_ranks()
     return code
 
@@ -105,7 +105,21 @@ def _finished(config: TrainConfig) -> Path | None:
         state = checkpoint.read_state(folder)
     except checkpoint.CheckpointError:
         return None
+    if not _is_of_this_run(state, config):
+        return None
     return folder if state.step == config.train.steps or 0 < budget <= state.seconds_used else None
+
+
+def _is_of_this_run(state: checkpoint.TrainerState, config: TrainConfig) -> bool:
+    """Whether the folder's run wrote it, with the settings that make a run; where not, the start itself says why."""
+    try:
+        record = json.loads((Path(config.run.dir) / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    current, stored = config.as_tree(), state.config["model"]
+    current["model"]["pad_id"] = stored["pad_id"]  # this and the vocabulary are filled in from the data
+    current["model"]["vocab_size"] = config.model.vocab_size or stored["vocab_size"]
+    return record.get("run_id") == state.run_id and not fixed_changes(state.config, current)
 
 
 def _crash() -> NoReturn:
@@ -116,10 +130,13 @@ def _crash() -> NoReturn:
     os._exit(1)
 
 
-def _report(error: Exception) -> int:
-    """One rank says it; with several, all have the same to say. Returns the exit code."""
-    if os.environ.get("RANK", "0") == "0":
+def _report(error: Exception, *, everywhere: bool = False) -> int:
+    """Say it once for all ranks where it was raised `everywhere`, else once a node. Returns the exit code."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "0":
         print(f"error: {error}", file=sys.stderr, flush=True)
+    elif not everywhere and os.environ.get("LOCAL_RANK") == "0":  # its file or data may lack what rank 0's node has
+        print(f"error: rank {rank} on {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
     if isinstance(error, checkpoint.SaveError):
         return EXIT_NOT_SAVED
     return EXIT_FAULT if isinstance(error, TrainingFault) else EXIT_USAGE

@@ -16,6 +16,7 @@ from data_pipeline.records import Batch
 from data_pipeline.shard_index import ShardIndex, verify_shards
 from data_pipeline.tokenizer import TokenizerError, load_tokenizer
 from pretrain.config import TrainConfig
+from pretrain.deepspeed_config import zero_stage
 from pretrain.phases import phases_of
 
 _UNIGRAM_TOKENS = 2_000_000  # the frequencies of 8,000 to 50,000 entries are settled long before
@@ -50,11 +51,12 @@ class RunData:
             raise ConfigError(
                 f"{self._held_out_dir}: made with another tokenizer than {self._train_dir}; build both again"
             )
-        if info.max_seq_length > config.model.max_positions:
-            raise ConfigError(
-                f"{self._train_dir}: examples of up to {info.max_seq_length} tokens do not fit "
-                f"model.max_positions={config.model.max_positions}"
-            )
+        for folder, index in ((self._train_dir, self.index), (self._held_out_dir, self.held_out)):
+            if index is not None and index.info.max_seq_length > config.model.max_positions:
+                raise ConfigError(
+                    f"{folder}: examples of up to {index.info.max_seq_length} tokens do not fit "
+                    f"model.max_positions={config.model.max_positions}"
+                )
         if config.validation.every and self.held_out is None:
             raise ConfigError(
                 f"{self._held_out_dir}: no held-out shards, but validation.every={config.validation.every}; "
@@ -64,6 +66,7 @@ class RunData:
         for part in parts:
             if part.index.info.tokenizer != info.tokenizer:
                 raise ConfigError(f"{part._train_dir}: made with another tokenizer than {self._train_dir}")
+        self._parts = parts
         prints = [part.index.fingerprint for part in parts]
         self.fingerprint = prints[0] if len(set(prints)) == 1 else hashlib.sha256("".join(prints).encode()).hexdigest()
 
@@ -87,15 +90,35 @@ class RunData:
         return self._config.model_copy(update={"model": model})
 
     def verify_sample(self, world: World) -> None:
-        """Compare one shard's sha256 with the index, another one on every rank.
+        """Compare one shard's sha256 with the index, another one on every rank, in the data of every phase.
 
         Raises:
-            ConfigError: its bytes are not those that were written.
+            ConfigError: its bytes are not those that were written, or masks cannot be drawn at load time.
         """
+        for part in self._parts:
+            part._mask_function()
+        indexes = {part._train_dir: part.index for part in self._parts}
         try:
-            verify_shards(self.index, sample=1, seed=world.rank)
+            for index in indexes.values():
+                verify_shards(index, sample=1, seed=world.rank)
         except (ShardError, OSError) as error:
             raise ConfigError(str(error)) from error
+
+    def require_ranks(self, world: World) -> None:
+        """Refuse held-out sets that this many ranks could not validate together.
+
+        Raises:
+            ConfigError: ZeRO-3, whose every forward pass takes all ranks, and fewer held-out examples than ranks.
+        """
+        for part in self._parts:
+            held_out, config = part.held_out, part._config
+            if not config.validation.every or held_out is None or zero_stage(config) < 3:
+                continue
+            if held_out.examples < world.size:
+                raise ConfigError(
+                    f"{part._held_out_dir}: {held_out.examples} held-out examples for {world.size} ranks, ZeRO-3 needs one "
+                    "each; hold out more, or set validation.every=0"
+                )
 
     def _mask_function(self) -> MaskFunction | None:
         """What draws masks at load time, for data built with `data.mask_sets = 0`."""

@@ -31,6 +31,8 @@ _PACKAGES = (
 )
 # A resumed run may change its length, its rate or its ZeRO stage. These decide what the weights and examples are.
 _FIXED = ("seed", "model")
+SAME_RESULTS = ("kernels", "head_chunk", "activation_checkpointing")
+"""Keys of `[model]` that say how it is computed; a run may go on with others."""
 _LIVE = ("run", "tracking", "corpus", "tokenizer", "data")
 
 
@@ -119,6 +121,15 @@ def changed_keys(stored: Mapping[str, Any], current: Mapping[str, Any], *, live:
     return lines
 
 
+def fixed_changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """`changed_keys` of two whole configurations, of what makes another run."""
+    return changed_keys(*({key: _without_how(tree.get(key)) for key in _FIXED} for tree in (stored, current)))
+
+
+def _without_how(table: Any) -> Any:
+    return {key: table[key] for key in table if key not in SAME_RESULTS} if isinstance(table, dict) else table
+
+
 def git_revision() -> str:
     """The commit of this code, "-dirty" where files differ from it, "unknown" outside a repository."""
     root = Path(__file__).resolve().parent.parent
@@ -158,9 +169,7 @@ def _refuse_other_run(stored: Mapping[str, Any], current: Mapping[str, Any], fil
     """A folder continues only the run that it holds."""
     differing = [key for key in ("tokenizer", "data") if stored.get(key) != current[key]]
     lines = [f"fingerprint of the {key}: {stored.get(key)} -> {current[key]}" for key in differing]
-    old, new = stored.get("config", {}), current["config"]
-    fixed = {key: old.get(key) for key in _FIXED}, {key: new.get(key) for key in _FIXED}
-    lines += changed_keys(*fixed)
+    lines += fixed_changes(stored.get("config", {}), current["config"])
     if lines:
         changes = "\n".join(f"  {line}" for line in lines)
         raise ConfigError(

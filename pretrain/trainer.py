@@ -47,9 +47,11 @@ def train(config: TrainConfig, world: World, data: RunData, stop: StopRequest) -
         except LossSpike as spike:
             rollbacks, skip_to = rollbacks + 1, spike.loader
             _note_rollback(job, spike, rollbacks)
-            continue
+            code = None
         if code is not None:
             return code
+        job.engine.release()  # two would have to fit into the device's memory
+        del job
 
 
 def _note_rollback(job: Job, spike: LossSpike, count: int) -> None:
@@ -126,12 +128,13 @@ def _loop(job: Job, meter: Meter) -> int | None:
             meter.add(result, waited=waited)
             job.display.step(step)
 
-            if step % config.train.log_every == 0 or last:
+            if step % config.train.log_every == 0 or last or result.stop:
                 record = meter.record(step=step, lr=job.engine.rates()[0], skipped_steps=progress.skipped)
                 if budget:
                     record["budget_seconds_left"] = budget - progress.seconds_used
                 job.write(record)
-                spikes.look(step, record["mlm_loss"], progress.loader)
+                if not result.stop:
+                    spikes.look(step, record["mlm_loss"], progress.loader)
             begin = time.perf_counter()
             if not result.busy:
                 job.saver.look(job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,14 @@ def phased(world: World, data: Path, out: Path) -> dict[str, Any]:
         {"steps": 3, "data_dir": str(other), "lr": 1e-3, "schedule": {"warmup_steps": 2}},
     ]
     results: dict[str, Any] = {}
+    build, models, results["alive"] = engine.TrainEngine.__init__, [], []
+
+    def counted(trainer: Any, model: Any, *arguments: Any, **more: Any) -> None:
+        results["alive"].append(sum(earlier() is not None for earlier in models))
+        models.append(weakref.ref(model))
+        build(trainer, model, *arguments, **more)
+
+    engine.TrainEngine.__init__ = counted  # type: ignore[method-assign]
     for name, stops in (("straight", ()), ("stopped", (1, 2, 4))):
         config = make_config(data, out / name, deepspeed=zero(1), train={"steps": 8}, schedule={"warmup_steps": 1})
         config = TrainConfig.model_validate({**config.as_tree(), "phases": parts, "optimizer": {"lr": 1e-2}})
@@ -116,6 +125,7 @@ def phased(world: World, data: Path, out: Path) -> dict[str, Any]:
             "position": states[-1].loader["position"],
             "starts": [begun["step"] for begun in json.loads((out / name / "run.json").read_text())["starts"]],
         }
+    engine.TrainEngine.__init__ = build  # type: ignore[method-assign]
     one, two = (weights_of(out / name) for name in ("straight", "stopped"))
     results["same_weights"] = all(torch.equal(one[name], two[name]) for name in one)
     return results
@@ -172,6 +182,12 @@ def agreement(world: World, data: Path, out: Path) -> dict[str, Any]:
     found = collectives.gather_objects(results.get("differing"))
     results["same_everywhere"] = found[0] is not None and len(set(found)) == 1
     results["nothing_written"] = not (out / "differing").exists()
+    (out / "a-file").touch()
+    opened = RunData(make_config(data, out / "a-file" / "run"))
+    try:
+        train(opened.model_config(), world, opened, StopRequest())
+    except ConfigError as error:
+        results["no_folder"] = str(error)
     usage = shutil.disk_usage
     shutil.disk_usage = lambda path: usage(path)._replace(free=1000)  # type: ignore[assignment]
     opened = RunData(make_config(data, out / "no-room"))
@@ -180,10 +196,12 @@ def agreement(world: World, data: Path, out: Path) -> dict[str, Any]:
     except CheckpointError as error:
         results["no_room"] = str(error)
     shutil.disk_usage = usage
-    config = make_config(data, out / "budget", checkpoint={"every": 100})
+    config = make_config(data, out / "budget", checkpoint={"every": 100}, train={"log_every": 5})
     opened = RunData(config)
     results["budget"] = train(opened.model_config(), world, opened, StopRequest(1e-9 if world.rank == 1 else 0.0))
     results["budget_steps"] = [step_of(folder) for folder in list_steps(out / "budget/checkpoints")]
+    collectives.barrier()
+    results["budget_lines"] = [line["step"] for line in records(out / "budget")]
     return results
 
 

@@ -12,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from runtime_common import STAGES, make_config, records, zero
 
 from cluster.world import World
+from data_pipeline.config import ConfigError
 from data_pipeline.records import Batch
 from pretrain import collectives, engine
 from pretrain.checkpoint import list_steps, step_of
@@ -30,7 +31,8 @@ def overflow(world: World, data: Path, out: Path) -> dict[str, Any]:
     halves: dict[str, dict[str, Any]] = {
         "fp32": {},
         "bf16": {"bf16": {"enabled": True}},
-        "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+        # at its floor from the start: DeepSpeed's scaler would raise there instead of skipping the step
+        "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "min_loss_scale": 256, "hysteresis": 1}},
     }
     for precision, half in halves.items():
         for stage in STAGES:
@@ -143,4 +145,9 @@ def faults(world: World, data: Path, out: Path) -> dict[str, Any]:
     collectives.barrier()
     train(opened.model_config(), world, opened, StopRequest())
     results["after_damage"] = [start["step"] for start in json.loads((out / "kept/run.json").read_text())["starts"]]
+    config = make_config(data, out / "kept", train={"steps": 5})
+    try:
+        train(opened.model_config().model_copy(update={"train": config.train}), world, opened, StopRequest())
+    except ConfigError as error:
+        results["shortened"] = str(error)
     return results

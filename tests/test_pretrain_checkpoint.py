@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from pretrain import checkpoint
 from pretrain.checkpoint import CheckpointError, TrainerState
+from pretrain.config import TrainConfig
+from pretrain.run import _finished
 
 
-def make_step(root: Path, step: int, run_id: str = "a", held_out_loss: float | None = None) -> Path:
+def make_step(
+    root: Path, step: int, run_id: str = "a", held_out_loss: float | None = None, config: dict[str, Any] | None = None
+) -> Path:
     """A small whole checkpoint, written the way the trainer writes one."""
     folder = checkpoint.incomplete_folder(root, step)
     (folder / "deepspeed").mkdir(parents=True)
@@ -21,7 +26,7 @@ def make_step(root: Path, step: int, run_id: str = "a", held_out_loss: float | N
     checkpoint.write_weights(folder, {"weight": torch.full((3,), float(step))})
     state = TrainerState(
         step=step, skipped_steps=0, skipped_in_a_row=0, run_id=run_id, loader={"position": step}, world_size=1,
-        zero_stage=0, precision="fp32", tokenizer="t", data="d", git="g", config={"seed": 1},
+        zero_stage=0, precision="fp32", tokenizer="t", data="d", git="g", config=config or {"seed": 1},
         held_out_loss=held_out_loss,
     )  # fmt: skip
     checkpoint.write_state(folder, state)
@@ -64,6 +69,26 @@ def test_r27_another_runs_folder_is_never_chosen_and_never_removed(tmp_path: Pat
     assert steps(tmp_path) == [100, 5000]
     assert checkpoint.newest_complete(tmp_path, run_id="new", report=reports.append) == written
     assert all("another run" in report and "step-000005000" in report for report in reports)
+
+
+def test_r27_only_this_runs_last_step_is_its_end(tmp_path: Path) -> None:
+    """A folder of an older run, and a run with another model, are none; what was filled in from the data is no difference."""
+    tree: dict[str, Any] = {
+        "seed": 3,
+        "data": {"dir": "d"},
+        "run": {"dir": str(tmp_path)},
+        "model": {"layers": 1, "hidden": 32, "heads": 2, "intermediate": 64},
+        "train": {"steps": 20, "global_batch": 1, "micro_batch": 1},
+        "optimizer": {"lr": 1e-3},
+    }
+    config = TrainConfig.model_validate(tree)
+    stored = config.as_tree()
+    stored["model"] |= {"vocab_size": 100, "pad_id": 7}
+    (tmp_path / "run.json").write_text(json.dumps({"run_id": "new"}))
+    for run_id, layers, finished in (("new", 1, True), ("old", 1, False), ("new", 2, False)):
+        stored["model"]["layers"] = layers
+        folder = make_step(tmp_path / "checkpoints", 20, run_id=run_id, config=stored)
+        assert _finished(config) == (folder if finished else None)
 
 
 def test_r27_the_one_just_written_stays_even_below_others(tmp_path: Path) -> None:

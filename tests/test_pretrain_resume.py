@@ -142,6 +142,7 @@ def test_r22_weights_that_are_not_finite_never_become_a_checkpoint(results: dict
 def test_r27_keeps_the_newest_and_passes_over_a_damaged_one(results: dict[str, Any]) -> None:
     assert results["faults"]["kept"] == [3, 6, 8]  # 3 is pinned
     assert results["faults"]["after_damage"] == [0, 6]
+    assert "is at step 8, past train.steps=5" in results["faults"]["shortened"]
 
 
 def assert_went_on(found: dict[str, Any]) -> None:
@@ -229,6 +230,7 @@ def test_phases_change_data_batch_and_schedule_and_resume_exactly(one_rank: dict
     assert stopped["lines"] == found["lines"] and len(set(losses)) == 8
     assert stopped["codes"] == [EXIT_STOPPED] * 3 + [EXIT_DONE]
     assert one_rank["phased"]["same_weights"]
+    assert one_rank["phased"]["alive"][:3] == [0, 0, 0]  # of two phases' models one at a time is in memory
 
 
 def test_phase_two_as_a_configuration_of_its_own_equals_phases_in_one(one_rank: dict[str, Any]) -> None:
@@ -266,6 +268,7 @@ def test_r41_a_rank_with_other_settings_is_named_before_training(results: dict[s
 def test_too_small_a_disk_is_refused_before_training(results: dict[str, Any]) -> None:
     assert "4 checkpoints of " in results["agreement"]["no_room"]  # two that stay, the best, one that is being written
     assert "0.00 GiB are free" in results["agreement"]["no_room"]
+    assert "a-file/run cannot be written" in results["agreement"]["no_folder"]
 
 
 def test_the_rate_follows_rank_0s_clock_also_after_a_resume_until_the_budget_is_used(results: dict[str, Any]) -> None:
@@ -327,6 +330,7 @@ def test_r41_a_rank_that_hangs_in_a_step_is_shown_and_every_rank_ends(
 def test_a_used_up_time_budget_of_one_rank_stops_all_with_a_checkpoint(results: dict[str, Any]) -> None:
     assert results["agreement"]["budget"] == EXIT_STOPPED
     assert results["agreement"]["budget_steps"] == [1]
+    assert results["agreement"]["budget_lines"] == [1]  # what was not yet a whole interval is written too
 
 
 @pytest.mark.parametrize("kind", ["1-fp32", "3-fp32", "2-bf16"])

@@ -19,7 +19,7 @@ import pytest
 from data_pipeline.config import ConfigError
 from data_pipeline.shard_index import ShardIndex
 from pretrain.checkpoint import CheckpointError, SaveError, list_steps, read_state
-from pretrain.run import main
+from pretrain.run import _report, main
 from pretrain.stops import EXIT_DONE, EXIT_FAULT, EXIT_NOT_SAVED, EXIT_STOPPED, EXIT_USAGE, TrainingFault
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,6 +76,24 @@ def test_r22_each_kind_of_end_has_its_exit_code(
     monkeypatch.setattr("pretrain.run._run", lambda *_, **__: (_ for _ in ()).throw(error))
     assert main(["--config", str(toml)]) == code != EXIT_DONE
     assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_r41_what_only_one_node_lacks_is_said_there(
+    toml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the ranks know each other no other one can say it; where all raise the same, rank 0 does."""
+    for name, value in {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--config", str(toml), "--set", "data.dir=/nowhere"]) == EXIT_USAGE
+    assert re.match(r"error: rank 2 on \S+: /nowhere/train", capsys.readouterr().err)
+    assert _report(ConfigError("all ranks differ"), everywhere=True) == EXIT_USAGE
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main(["--config", str(toml), "--set", "data.dir=/nowhere"]) == EXIT_USAGE
+    assert capsys.readouterr().err == ""
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def test_masks_are_drawn_at_load_time_others_each_epoch_and_the_same_after_a_res
 def test_another_tokenizer_beside_such_data_is_refused(folder: Path, make_block: Callable[..., Block]) -> None:
     write_unmasked(folder / "train", make_block, "0" * 64)
     with pytest.raises(ConfigError, match="not the tokenizer that"):
-        RunData(config_of(folder)).loader(World())
+        RunData(config_of(folder)).verify_sample(World())  # at the start
     for path in (folder / "tokenizer").iterdir():
         path.unlink()
     with pytest.raises(ConfigError, match="masks are drawn at load time and need the data's tokenizer"):
@@ -104,6 +105,29 @@ def test_a_damaged_shard_is_found_at_start(folder: Path) -> None:
         path.write_bytes(bytes(content))
     with pytest.raises(ConfigError, match="its bytes are not those that were written"):
         RunData(config_of(folder)).verify_sample(World())
+
+
+def test_a_damaged_shard_of_a_later_phase_is_found_at_the_runs_start(folder: Path) -> None:
+    for name in ("train", "tokenizer"):
+        shutil.copytree(folder / name, folder / "long" / name)
+    phases = [{"steps": 4}, {"steps": 5, "data_dir": str(folder / "long")}]
+    data = RunData(config_of(folder).model_validate({**config_of(folder).as_tree(), "phases": phases}))
+    data.verify_sample(World())
+    for path in (folder / "long" / "train").glob("*.tar"):
+        path.write_bytes(path.read_bytes().replace(b"\x01", b"\x02", 1))
+    with pytest.raises(ConfigError, match="its bytes are not those that were written"):
+        data.verify_sample(World())
+
+
+def test_zero_3_with_fewer_held_out_examples_than_ranks_is_refused(folder: Path) -> None:
+    (folder / "validation").symlink_to(folder / "train")  # 57 examples
+    stage = {"zero_optimization": {"stage": 3}}
+    config = config_of(folder, validation={"every": 5}, train={"global_batch": 58, "micro_batch": 1})
+    RunData(config).require_ranks(World(size=58, master_port=1))
+    config = config.model_copy(update={"deepspeed": stage})
+    RunData(config).require_ranks(World(size=57, master_port=1))
+    with pytest.raises(ConfigError, match="57 held-out examples for 58 ranks, ZeRO-3 needs one each"):
+        RunData(config).require_ranks(World(size=58, master_port=1))
 
 
 def test_a_start_at_step_100_000_reads_only_what_its_steps_hold(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,3 +177,5 @@ def test_a_folder_continues_only_the_run_that_it_holds(tmp_path: Path, changed: 
     gone_on = open_run(config_of(tmp_path, optimizer={"lr": 2e-3}), **prints)
     assert gone_on.run_id == begun.run_id
     assert gone_on.record["changes"] == ["optimizer.lr: 0.001 -> 0.002"]
+    computed_otherwise = open_run(config_of(tmp_path, model={"activation_checkpointing": True}), **prints)
+    assert computed_otherwise.record["changes"][0] == "model.activation_checkpointing: False -> True"
