@@ -283,6 +283,13 @@ class TrainConfig(PipelineConfig):
                 f"key 'data.max_seq_length': {self.data.max_seq_length} is over the position table of "
                 f"model.max_positions={self.model.max_positions}"
             )
+        unseen = [step for step in (self.checkpoint.every, *self.checkpoint.pinned) if step % self.train.log_every]
+        if self.faults.spike_ratio and unseen:
+            raise ValueError(
+                f"key 'faults.spike_ratio': a spike is seen in a line of metrics, and going back to a checkpoint of step "
+                f"{unseen[0]} could go back into it; make checkpoint.every and pinned multiples of "
+                f"train.log_every={self.train.log_every}"
+            )
         if self.distillation is not None and self.distillation.start_from_teacher and self.model.init_from:
             raise ValueError(
                 "key 'model.init_from': the student starts from its teacher; leave it out, or set "

@@ -60,6 +60,8 @@ def test_preset_file_and_override_in_that_order(toml: Path) -> None:
         ("phases=[{steps=100, schedule={budget_hours=1}}]", "phases.schedule.budget_hours"),
         ("phases=[{steps=100, schedule={start_step=5}}]", "phases.schedule.start_step"),
         ("data.max_seq_length=1024", "position table"),
+        ("checkpoint={every=15, pinned=[20]}@faults.spike_ratio=2", "checkpoint of step 15 could"),
+        ("checkpoint={every=20, pinned=[5]}@faults.spike_ratio=2", "checkpoint of step 5 could"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas"),
         ("train.steps=-1", "train.steps"),
         ("checkpoint.every", "expected TABLE.KEY=VALUE"),
@@ -67,7 +69,7 @@ def test_preset_file_and_override_in_that_order(toml: Path) -> None:
 )
 def test_a_wrong_key_or_value_is_named(toml: Path, override: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
-        load_config(toml, [override])
+        load_config(toml, override.split("@"))
 
 
 def test_the_pipeline_knows_every_table_of_this_one() -> None:
