@@ -63,6 +63,9 @@ def elastic(world: World, data: Path, out: Path) -> dict[str, Any]:
         run = out / f"elastic-{old}-{new}"
         if world.rank == 0:
             shutil.copytree(begun / f"half-{old}", run)
+            killed = run / "checkpoints" / "universal-step-000000003.incomplete" / "deepspeed" / "zero"
+            killed.mkdir(parents=True)  # what a kill in the middle of a conversion leaves
+            (killed / "half").touch()
         collectives.barrier()
         config = _elastic_config(data, run, new)
         opened = RunData(config)
