@@ -233,7 +233,10 @@ class TrainEngine:
     @property
     def loss_scale(self) -> float:
         """The factor that keeps fp16 gradients in range; 1 in other precisions."""
-        return float(getattr(self._engine.optimizer, "cur_scale", 1.0)) if self.precision == "fp16" else 1.0
+        if self.precision != "fp16":
+            return 1.0
+        optimizer: Any = self._engine.optimizer
+        return float(optimizer.loss_scale_config.cur_scale if self.stage == 0 else optimizer.cur_scale)
 
     def rates(self) -> list[float]:
         """The learning rate in each of the optimizer's own parameter groups."""
@@ -275,16 +278,19 @@ class TrainEngine:
         sums = torch.zeros(5, dtype=torch.float64, device=self.device)
         applied, forward = True, Stopwatch(self.device)
         norm: torch.Tensor | float = 0.0
+        # Without ZeRO DeepSpeed (0.19.8) divides fp16 gradients by the loss scale, but never multiplies the loss by it.
+        scale = self.loss_scale if self.stage == 0 else 1.0
         for micro, batch in enumerate(micro_batches):
             torch.manual_seed(seed_of(self.config.seed, number, self.world.rank, micro))
             with forward:
                 loss, parts = self._engine(batch.to(self.device, non_blocking=True), weights)
-            self._engine.backward(loss)
+            self._engine.backward(loss * scale)
             sums += parts
             if micro + 1 < len(micro_batches):
                 self._engine.step()
             else:
                 applied, norm = self._update()
+                norm = norm / scale
         sums[:2] /= counts[:2]
         sums[2] /= self.world.size * self.accumulation  # the objective has divided it by its count
         stops, busy_ranks, used = asked.read()

@@ -32,7 +32,7 @@ def overflow(world: World, data: Path, out: Path) -> dict[str, Any]:
         "fp32": {},
         "bf16": {"bf16": {"enabled": True}},
         # at its floor from the start: DeepSpeed's scaler would raise there instead of skipping the step
-        "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "min_loss_scale": 256, "hysteresis": 1}},
+        "fp16": {"fp16": {"enabled": True, "initial_scale_power": 12, "min_loss_scale": 4096, "hysteresis": 1}},
     }
     for precision, half in halves.items():
         for stage in STAGES:
@@ -64,6 +64,7 @@ def _overflow_run(world: World, config: TrainConfig) -> dict[str, Any]:
         "rates": [line["lr"] for line in lines],
         "skipped": [line["skipped_steps"] for line in lines],
         "norm": [line["grad_norm"] for line in lines],
+        "moved_at_2": sum(float((weights[1][name] - weights[0][name]).abs().sum()) for name in weights[0]),
         "unchanged_at_3": same,
         "moved_at_4": moved,
     }

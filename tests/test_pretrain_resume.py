@@ -127,6 +127,9 @@ def test_r22_an_overflow_changes_neither_weights_nor_the_rates_position(
     assert found["norm"][2] == "inf" and all(isinstance(norm, float) for norm in found["norm"][3:])
     assert found["unchanged_at_3"] and found["moved_at_4"]
     assert found["rates"][3] == found["rates"][2]  # step 4 takes the rate that step 3 did not use
+    whole = results["overflow"][f"fp32-{stage}"]  # a loss scale that were left in the gradient would show
+    assert found["moved_at_2"] == pytest.approx(whole["moved_at_2"], rel=0.1)
+    assert found["norm"][:2] == pytest.approx(whole["norm"][:2], rel=0.05)
 
 
 def test_r22_endless_overflow_ends_the_job_and_the_last_checkpoint_is_finite(results: dict[str, Any]) -> None:
