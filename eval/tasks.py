@@ -109,6 +109,7 @@ def _ner(name: str, features: str, recipe: Recipe, grid: tuple[float, ...], abou
         recipe=recipe,
         grid=grid,
         features=features,
+        version=2 if features else 1,  # the BiLSTM runs over words; in version 1 it ran over all pieces
         about=about,
     )
 
