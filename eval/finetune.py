@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from data_pipeline.order import permutation
 from eval.feature_model import FeatureModel
-from eval.frozen_states import FrozenStates, WordProblem
+from eval.frozen_states import FrozenStates
 from eval.model import TaskModel
 from eval.packing import build_batch
 from eval.problems import Problem
@@ -91,20 +93,9 @@ def finetune(
     Raises:
         TaskError: features that the encoder does not have.
     """
-    words = None if features else RowsInUse(encoder, problem.encoded)
-    encoded = problem.encoded if words is None else words.encoded
-    torch.manual_seed(seed)
-    model: TaskModel | FeatureModel = (
-        FeatureModel(encoder, problem.outputs, features, frozen)
-        if features
-        else TaskModel(encoder, problem.outputs, per_token=problem.per_token)
-    )
-    model.to(device).train()
     start = time.perf_counter()
-    if isinstance(model, FeatureModel):
-        problem = model.words(problem)
-    build = problem.batch if isinstance(problem, WordProblem) else partial(build_batch, encoded)
-    result = Finetuned(model=model, frozen_seconds=time.perf_counter() - start)
+    model, problem, build, words = _start(encoder, problem, seed, device, features, frozen)
+    result = Finetuned(model=model, frozen_seconds=time.perf_counter() - start if features else 0.0)
     optimizer = torch.optim.AdamW(
         parameter_groups(model, recipe.weight_decay), lr=recipe.learning_rate, eps=1e-6, fused=True
     )
@@ -137,6 +128,25 @@ def finetune(
         words.put_back(decay)
     model.eval()
     return result
+
+
+def _start(
+    encoder: Encoder,
+    problem: Problem,
+    seed: int,
+    device: torch.device | str,
+    features: str,
+    frozen: FrozenStates | None,
+) -> tuple[TaskModel | FeatureModel, Problem, Callable[[np.ndarray], Any], RowsInUse | None]:
+    """The model on its device, what it trains on, what builds a batch of rows, and the word rows in use."""
+    words = None if features else RowsInUse(encoder, problem.encoded)
+    torch.manual_seed(seed)
+    if not features:
+        model = TaskModel(encoder, problem.outputs, per_token=problem.per_token).to(device).train()
+        return model, problem, partial(build_batch, words.encoded if words else problem.encoded), words
+    feature_model = FeatureModel(encoder, problem.outputs, features, frozen).to(device).train()
+    states = feature_model.words(problem)
+    return feature_model, states, states.batch, None
 
 
 def _step(model, optimizer, problem: Problem, units, batch, rate: float, clip: float) -> float:
