@@ -16,14 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from eval.packing import Encoded, build_batch, ranges, token_budget_batches
+from eval.packing import TOKENS_PER_BATCH, Encoded, build_batch, ranges, token_budget_batches
 from eval.problems import TagProblem
 from eval.tagging import SentenceProblem
 from eval.tasks import NER_FEATURES, TaskError
 from pretrain.encoder import Encoder
-
-TOKENS = 2048
-"""Ids of a batch of the encoder; see `eval.predict.TOKENS_PER_BATCH`."""
 
 
 def layers_of(features: str, layers: int) -> tuple[int, ...]:
@@ -134,7 +131,7 @@ class FrozenStates:
         offsets = np.searchsorted(first, encoded.offsets)
         was_training = encoder.training
         encoder.eval()
-        for rows in token_budget_batches(encoded.lengths, TOKENS):
+        for rows in token_budget_batches(encoded.lengths, TOKENS_PER_BATCH.get(device.type, 8192)):
             batch = build_batch(encoded, rows).to(device)
             arguments = (batch.input_ids_T, batch.segment_ids_T, batch.position_ids_T)
             if max(layers) == 0:

@@ -67,8 +67,7 @@ class MetricsFile:
         """
         self._unwritten += to_json(record).encode() + b"\n"
         try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
+            self._write_kept()
         except OSError as error:
             return f"{self.path} cannot be written ({error}); its lines are kept until it can be"
         return ""
@@ -76,14 +75,17 @@ class MetricsFile:
     def close(self) -> str:
         """Write what was kept, sync and close; what stood in the way, as `write`."""
         try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
+            self._write_kept()
             os.fsync(self._file)
         except OSError as error:
             return f"{self.path} lacks {len(self._unwritten):,} bytes at its end ({error})"
         finally:
             os.close(self._file)
         return ""
+
+    def _write_kept(self) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
 
 
 def _step(line: str) -> float:
