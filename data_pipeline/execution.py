@@ -6,18 +6,14 @@ import contextlib
 import multiprocessing
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
 
 from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
-from datatrove.utils.logging import log_pipeline
-from datatrove.utils.stats import PipelineStats
 from loguru import logger
 
 from data_pipeline.config import DataConfig
@@ -76,28 +72,7 @@ class LocalExecutor(LocalPipelineExecutor):
         logger.remove()
         with open(os.devnull, "w") as silent, contextlib.redirect_stderr(silent):
             self._run_for_rank(rank)
-
-    def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> PipelineStats:
-        """The files of a task as datatrove writes them, with one sink for log lines: it adds three, and each takes 10 ms."""
-        with self.logging_dir.open(f"logs/task_{rank:05d}.log", "w") as log:
-            sink = logger.add(log, level="DEBUG", colorize=False)
-            try:
-                log_pipeline(self.pipeline)
-                data: Any = None
-                for step in self.pipeline:
-                    data = step(data, rank, self.world_size)
-                deque(data, maxlen=0)
-                stats = PipelineStats(self.pipeline)
-                with self.logging_dir.open(f"stats/{rank:05d}.json", "w") as file:
-                    stats.save_to_disk(file)
-                logger.info(stats.get_repr(f"Task {rank}"))
-                self.mark_rank_as_completed(rank)
-            except Exception as error:
-                logger.exception(error)
-                raise
-            finally:
-                logger.remove(sink)
-        return stats
+            logger.remove()
 
     def run_tasks(self, on_progress: Progress) -> None:
         """Run the tasks that are not complete.
