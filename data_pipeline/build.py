@@ -37,7 +37,7 @@ from data_pipeline.config import ConfigError, PipelineConfig, add_config_argumen
 from data_pipeline.corpus_files import find_files
 from data_pipeline.csv_rows import with_row_starts
 from data_pipeline.decontamination import MIN_WORDS, build_index
-from data_pipeline.execution import local_workers, run_tasks, start_early
+from data_pipeline.execution import keep_imports, local_workers, run_tasks, start_early
 from data_pipeline.pairs import SingleDocumentError
 from data_pipeline.plan import choose_tasks, print_plan, text_bytes
 from data_pipeline.progress import BuildProgress
@@ -390,4 +390,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    keep_imports()
     sys.exit(main())

@@ -79,7 +79,7 @@ class ByteBPETokenizer(SpecialEntries):
     def __reduce__(self) -> tuple[type, tuple[list[str], list[tuple[str, str]], Normalisation]]:
         return type(self), (self.tokens, self.merges, self.flags)
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_flat(self, texts: Sequence[str], rare: str | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Ids of all texts end to end, see `Tokenizer`. A text of white space alone has none."""
         prepared = [("" if text.isspace() else text) if text.isascii() else _clean(text) for text in texts]
         rows = [encoding.ids for encoding in self._pipeline.encode_batch_fast(prepared, add_special_tokens=False)]
@@ -103,9 +103,9 @@ class ByteBPETokenizer(SpecialEntries):
                 parts.append(special[index])
         return " ".join(parts)
 
-    def count_removed_marks(self, texts: Sequence[str]) -> int:
-        """Combining marks (category Mn) that normalisation deletes from these texts; 0 with accent stripping off."""
-        return count_marks(texts) if self.flags.strip_accents else 0
+    def count_removed_marks(self, rare: str) -> int:
+        """Combining marks (category Mn) that normalisation deletes, see `Tokenizer`; 0 with accent stripping off."""
+        return count_marks(rare) if self.flags.strip_accents else 0
 
     def count_overlong_words(self, texts: Sequence[str]) -> int:
         """Always 0: a word of any length is split into pieces."""

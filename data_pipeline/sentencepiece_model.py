@@ -118,7 +118,7 @@ class SentencePieceTokenizer(SpecialEntries):
     def __reduce__(self) -> tuple[type, tuple[bytes, Normalisation]]:
         return type(self), (self._model, self.flags)
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_flat(self, texts: Sequence[str], rare: str | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Ids of all texts end to end, see `Tokenizer`."""
         prepared = [normalise(text, self._normalizer, self.flags) for text in texts]
         rows = self._processor.encode(prepared, out_type=int, num_threads=1)
@@ -142,9 +142,9 @@ class SentencePieceTokenizer(SpecialEntries):
                 parts.append(special[index])
         return " ".join(parts)
 
-    def count_removed_marks(self, texts: Sequence[str]) -> int:
-        """Combining marks (category Mn) that normalisation deletes from these texts; 0 with accent stripping off."""
-        return count_marks(texts) if self.flags.strip_accents else 0
+    def count_removed_marks(self, rare: str) -> int:
+        """Combining marks (category Mn) that normalisation deletes, see `Tokenizer`; 0 with accent stripping off."""
+        return count_marks(rare) if self.flags.strip_accents else 0
 
     def count_overlong_words(self, texts: Sequence[str]) -> int:
         """Always 0: a word of any length is split into pieces."""

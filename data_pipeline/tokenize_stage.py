@@ -24,6 +24,7 @@ from data_pipeline.stats import DROPPED
 from data_pipeline.token_store import Documents, TokenWriter, id_dtype
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 from data_pipeline.tokenizer_folder import read_descriptor
+from data_pipeline.wordpiece import rare_characters
 
 BATCH_CHARACTERS = 1_000_000
 """Text that is encoded at once: enough to keep the encoder busy, little beside what a segment holds."""
@@ -55,6 +56,8 @@ def tokenize_batch(
     sentences: list[str] = []
     per_document: list[int] = []
     counts["documents"] += len(batch)
+    rare = rare_characters(document.text for document in batch)
+    counts["removed_marks"] += tokenizer.count_removed_marks(rare)
     for document in batch:
         text = document.text
         counts["characters"] += len(text)
@@ -67,7 +70,7 @@ def tokenize_batch(
             keys.append(document.id)
             sentences += parts
             per_document.append(len(parts))
-    ids, lengths = _encode(sentences, tokenizer, counts)
+    ids, lengths = _encode(sentences, rare, tokenizer, counts)
     sentence_counts = np.array(per_document, np.int64)
     has_tokens = lengths > 0
     owner = np.repeat(np.arange(len(keys)), sentence_counts)
@@ -85,28 +88,29 @@ def tokenize_batch(
     )
 
 
-def _encode(sentences: list[str], tokenizer: Tokenizer, counts: Counter[str]) -> tuple[np.ndarray, np.ndarray]:
+def _encode(
+    sentences: list[str], rare: str, tokenizer: Tokenizer, counts: Counter[str]
+) -> tuple[np.ndarray, np.ndarray]:
     """Ids of all sentences end to end (N,) as they are stored, and the length of each; what is odd about them is counted.
 
     One huge document is encoded in parts: the encoder and the counting copy the text several times.
     """
-    counts.update(dict.fromkeys(("tokens", "unknown_tokens", "removed_marks"), 0))
+    counts.update(dict.fromkeys(("tokens", "unknown_tokens"), 0))
     dtype = id_dtype(tokenizer.vocab_size)
     all_ids, all_lengths = [np.zeros(0, dtype)], [np.zeros(0, np.int64)]
-    ends = np.cumsum([len(sentence) for sentence in sentences])
+    ends = np.cumsum(np.fromiter(map(len, sentences), np.int64, len(sentences)))
     first = 0
     while first < len(sentences):
         done = int(ends[first - 1]) if first else 0
         last = max(first + 1, int(np.searchsorted(ends, done + 2 * BATCH_CHARACTERS, side="right")))
         part = sentences[first:last]
-        ids, lengths = tokenizer.encode_flat(part)
+        ids, lengths = tokenizer.encode_flat(part, rare)
         counts["tokens"] += len(ids)
         unknown = np.flatnonzero(ids == tokenizer.unk_id)
         counts["unknown_tokens"] += len(unknown)
         if len(unknown):  # an over-long word is an unknown token, so only such sentences can hold one
             suspects = np.unique(np.searchsorted(np.cumsum(lengths), unknown, side="right"))
             counts["overlong_words"] += tokenizer.count_overlong_words([part[i] for i in suspects.tolist()])
-        counts["removed_marks"] += tokenizer.count_removed_marks(part)
         all_ids.append(ids.astype(dtype))
         all_lengths.append(lengths)
         first = last

@@ -74,8 +74,13 @@ class Tokenizer(Protocol):
     def mask_id(self) -> int:
         """Id of the mask."""
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_flat(self, texts: Sequence[str], rare: str | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Ids of all texts end to end, no special tokens added; markers written in the text are ordinary text.
+
+        Args:
+            texts: what to encode.
+            rare: all `wordpiece.rare_characters` of the texts, where the caller knows them: found in whole documents, they need no
+                second look at every sentence.
 
         Returns:
             ids: (N,) int32.
@@ -85,8 +90,8 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens shown by name."""
 
-    def count_removed_marks(self, texts: Sequence[str]) -> int:
-        """Combining marks that accent stripping deletes from these texts."""
+    def count_removed_marks(self, rare: str) -> int:
+        """Combining marks that accent stripping deletes from texts with these `wordpiece.rare_characters`."""
 
     def count_overlong_words(self, texts: Sequence[str]) -> int:
         """Words that become one unknown token because of their length alone."""

@@ -48,7 +48,8 @@ CJK = re.compile(
 )
 _LONG_TEXT = 8192
 _LONG_RUN = re.compile(r"(?:\S|[\x1c-\x1f\x85]){500}")
-_ASCII = bytes(range(128))
+_FIRST_RARE = 0x7F
+_WINDOW = 1 << 20  # characters looked at together
 _UNUSED = re.compile(r"\[unused\d+\]")
 # Separators 0x1c-0x1f and 0x85 are white space to `re` but deleted by BERT, so they join what stands around them. A
 # character lower-cases to three at most, hence a third of the limit.
@@ -159,10 +160,10 @@ class WordPieceTokenizer(SpecialEntries):
     def __reduce__(self) -> tuple[type, tuple[list[str], Normalisation]]:
         return type(self), (self.tokens, self.flags)
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_flat(self, texts: Sequence[str], rare: str | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Ids of all texts end to end, see `Tokenizer`."""
         texts = list(texts)
-        slow = self._for_reference(texts)
+        slow = self._for_reference(texts, rare_characters(texts) if rare is None else rare)
         prepared = texts if self._native else [self._normalise(text) for text in texts]
         if slow:
             return self._encode_mixed(texts, prepared, slow)
@@ -172,7 +173,7 @@ class WordPieceTokenizer(SpecialEntries):
             return self.encode_flat([without_surrogates(text) for text in texts])
         return ids.astype(np.int32), lengths.astype(np.int64)
 
-    def _for_reference(self, texts: list[str]) -> list[int]:
+    def _for_reference(self, texts: list[str], rare: str) -> list[int]:
         """The texts for which tokie's ids could differ from those of `tokenizers`, as found by the differential tests.
 
         tokie 0.1.4 cuts texts of about 64 kB and more into chunks to encode them in parallel, inside a word where it
@@ -181,10 +182,10 @@ class WordPieceTokenizer(SpecialEntries):
 
         Looking at every text by itself would take as long as encoding it: first all are looked at together.
         """
-        characters = "".join({*beyond_ascii(texts)}) + ("\x7f" if "\x7f" in "".join(texts) else "")
-        odd = set(GAPS.findall(characters))
+        rare = "".join(set(rare))
+        odd = set(GAPS.findall(rare))
         if not self.flags.split_cjk:
-            odd.update(CJK.findall(characters))
+            odd.update(CJK.findall(rare))
         long = max(map(len, texts), default=0) > _LONG_TEXT
         if not odd and not long and self._orphans is None:
             return []
@@ -220,11 +221,9 @@ class WordPieceTokenizer(SpecialEntries):
         """Text of the ids, word pieces joined, special tokens shown by name."""
         return self._reference.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def count_removed_marks(self, texts: Sequence[str]) -> int:
-        """Combining marks (category Mn) that normalisation deletes from these texts; 0 with accent stripping off."""
-        if not self.flags.strip_accents:
-            return 0
-        return count_marks(texts)
+    def count_removed_marks(self, rare: str) -> int:
+        """Combining marks (category Mn) that normalisation deletes, see `Tokenizer`; 0 with accent stripping off."""
+        return count_marks(rare) if self.flags.strip_accents else 0
 
     def count_overlong_words(self, texts: Sequence[str]) -> int:
         """Words of more than `MAX_WORD_CHARACTERS` characters, each of which becomes one unknown token."""
@@ -287,15 +286,19 @@ def _orphans(tokens: Sequence[str]) -> re.Pattern[str] | None:
     return re.compile("[" + "".join(map(re.escape, sorted(found))) + "]") if found else None
 
 
-def beyond_ascii(texts: Iterable[str]) -> str:
-    """The characters of these texts that are not ASCII, in order, lone surrogates left out."""
-    together = "".join([text for text in texts if not text.isascii()])
-    return together.encode("utf-8", "replace").translate(None, _ASCII).decode("utf-8")
+def rare_characters(texts: Iterable[str]) -> str:
+    """The characters of these texts from U+007F on, in order, lone surrogates left out: the only ones that need a closer look."""
+    together = "".join(texts)
+    found = []
+    for start in range(0, len(together), _WINDOW):
+        units = np.frombuffer(together[start : start + _WINDOW].encode("utf-16-le", "replace"), "<u2")
+        found.append(units[units >= _FIRST_RARE].tobytes().decode("utf-16-le"))
+    return "".join(found)
 
 
-def count_marks(texts: Iterable[str]) -> int:
-    """Combining marks (category Mn) in the decomposed texts. No mark is ASCII, or depends on what stands beside it."""
-    return sum(count * _marks(character) for character, count in Counter(beyond_ascii(texts)).items())
+def count_marks(rare: str) -> int:
+    """Combining marks (category Mn) in the decomposed text. No mark is ASCII, or depends on what stands beside it."""
+    return sum(count * _marks(character) for character, count in Counter(rare).items())
 
 
 @lru_cache(maxsize=1 << 16)

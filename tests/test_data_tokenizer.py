@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from data_pipeline.config import TokenizerConfig
 from data_pipeline.tokenizer import TokenizerError, import_tokenizer, load_tokenizer
 from data_pipeline.tokenizer_folder import SPECIAL_TOKENS, Normalisation
-from data_pipeline.wordpiece import WordPieceTokenizer, _few_cores, wordpiece_pipeline
+from data_pipeline.wordpiece import WordPieceTokenizer, _few_cores, rare_characters, wordpiece_pipeline
 
 ROOT = Path(__file__).resolve().parent.parent
 UNCASED = Normalisation(lowercase=True, strip_accents=True, split_cjk=True)
@@ -91,8 +91,27 @@ def test_r01_accent_stripping_is_a_setting_of_its_own(text, stripped, tmp_path):
 
 def test_r01_unset_follows_lower_casing_and_removed_marks_are_counted():
     tokenizer = fixture_tokenizer("a")
-    assert tokenizer.count_removed_marks(["अपने में", "ที่นี่", "cafe", "café"]) == 3 + 4 + 0 + 1
-    assert fixture_tokenizer("a", KEEP_ACCENTS).count_removed_marks(["अपने में"]) == 0
+    assert tokenizer.count_removed_marks(rare_characters(["अपने में", "ที่นี่", "cafe", "café"])) == 3 + 4 + 0 + 1
+    assert fixture_tokenizer("a", KEEP_ACCENTS).count_removed_marks("अपने में") == 0
+
+
+def test_rare_characters_are_those_from_delete_on_in_order_without_lone_surrogates(monkeypatch):
+    texts = ["caf\u00e9 \x7f", "\U0001f600~\u4e2d", "a\ud83d", "\ude00 b", ""]
+    expected = "\u00e9\x7f\U0001f600\u4e2d"
+    assert rare_characters(texts) == expected
+    monkeypatch.setattr("data_pipeline.wordpiece._WINDOW", 2)
+    assert rare_characters(texts) == expected
+    assert rare_characters([]) == ""
+
+
+def test_ids_are_the_same_where_the_caller_names_the_rare_characters():
+    tokenizer = fixture_tokenizer("a")
+    texts = ["caf\u00e9 a\x7fa", "a\u0378a", "plain a"]  # U+007F and U+0378 are for the slower encoder
+    ids, lengths = tokenizer.encode_flat(texts)
+    for rare in (rare_characters(texts), rare_characters([" ".join(texts), "\u00fc\u0379"])):
+        same, same_lengths = tokenizer.encode_flat(texts, rare)
+        assert same.tolist() == ids.tolist()
+        assert same_lengths.tolist() == lengths.tolist()
 
 
 @pytest.mark.parametrize("locale", ["C.UTF-8", "tr_TR.UTF-8"])
