@@ -132,7 +132,10 @@ def timed(command: list[str]) -> tuple[float, float, float]:
 
 
 def bare(text: str, tokenizer_dir: Path) -> tuple[float, float]:
-    """Tokens per CPU second of splitter and encoder alone: as they are here, and as nupunkt and tokie come."""
+    """Tokens per CPU second of splitter and encoder alone: as they are here, and as nupunkt and tokie come.
+
+    Each call is one pass over text that the splitter has not seen.
+    """
     import nupunkt
 
     from data_pipeline import sentences
